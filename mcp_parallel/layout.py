@@ -1,0 +1,82 @@
+"""Who is where: the layout of a run and the pure functions that follow from it. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcp_parallel.config import ParallelConfig, Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinate:
+    """A rank's place on each mesh axis."""
+
+    pp: int
+    dp: int
+    tp: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Degrees of each kind of parallelism and what depends on them alone."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
+    schedule: Schedule = "1f1b"
+    virtual_stages: int = 1
+    sequence_parallel: bool = True
+
+    @classmethod
+    def from_config(cls, parallel: ParallelConfig) -> Layout:
+        """The layout that a checked ``parallel`` table names."""
+        return cls(
+            dp=parallel.dp,
+            tp=parallel.tp,
+            pp=parallel.pp,
+            zero=parallel.zero,
+            schedule=parallel.schedule,
+            virtual_stages=parallel.virtual_stages,
+            sequence_parallel=parallel.sequence_parallel,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in the run."""
+        return self.dp * self.tp * self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages over all ranks, virtual ones included."""
+        return self.pp * self.virtual_stages
+
+    def coordinate(self, rank: int) -> Coordinate:
+        """Mesh place of ``rank``: tp varies fastest (neighbours), pp slowest (fewest bytes)."""
+        return Coordinate(
+            pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp, tp=rank % self.tp
+        )
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[range]:
+    """Contiguous block ranges of each stage; earlier stages take the remainder, none is lost.
+
+    The last stage also runs the head, so it is right that it never has more blocks than others.
+    """
+    base, extra = divmod(num_layers, num_stages)
+    stages, start = [], 0
+    for stage in range(num_stages):
+        stop = start + base + (stage < extra)
+        stages.append(range(start, stop))
+        start = stop
+    return stages
+
+
+def split_dim(size: int, parts: int, index: int) -> tuple[int, int]:
+    """(offset, length) of part ``index`` when ``size`` is cut the way ``torch.chunk`` cuts it.
+
+    Parts of ceil(size / parts); the tail parts may be shorter or empty.
+    """
+    step = -(-size // parts)
+    start = min(index * step, size)
+    return start, min(start + step, size) - start
