@@ -1,13 +1,17 @@
-"""One way to define an op: the plain-PyTorch reference is the op, fast bodies replace it by dispatch key.
+"""One way to define an op: the plain-PyTorch reference is the op, fast bodies replace it.
 
 ``define_op`` puts a schema, a reference, a fake and (where there is one) a backward under the
 namespace ``mcp_kernels``. The reference is registered on ``CompositeExplicitAutograd``; a compiled
-body on the CPU or CUDA key (``TORCH_LIBRARY_IMPL`` in C++, ``override`` for Triton) takes its place
-the moment it is registered. There is no dispatcher of our own and no ``if HAS_EXT``.
+body on the CPU or CUDA key (``STABLE_TORCH_LIBRARY_IMPL`` in C++, ``override`` for Triton) takes
+its place the moment it is registered. No dispatcher of our own and no ``if HAS_EXT``.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACE = "mcp_kernels"
 
+_log = logging.getLogger(__name__)
 _library = torch.library.Library(NAMESPACE, "DEF")
 
 
@@ -28,9 +33,20 @@ class OpDefinition:
     name: str
     schema: str
     reference: Callable[..., Any]
+    source_file: str = ""
 
 
-_definitions: dict[str, OpDefinition] = {}
+@dataclass(frozen=True, slots=True)
+class Override:
+    """A body registered from Python in place of a reference, kept for ``which_backend``."""
+
+    backend: str
+    refuses: Callable[..., str | None] | None
+
+
+definitions: dict[str, OpDefinition] = {}
+overrides: dict[tuple[str, str], Override] = {}
+_logged_refusals: set[tuple[str, str, str]] = set()
 
 
 def define_op(
@@ -65,17 +81,78 @@ def define_op(
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=_library
         )
-    definition = OpDefinition(name=name, schema=schema, reference=reference)
-    _definitions[name] = definition
+    source_file = inspect.getsourcefile(inspect.unwrap(reference)) or ""
+    definition = OpDefinition(
+        name=name, schema=schema, reference=reference, source_file=source_file
+    )
+    definitions[name] = definition
     return definition
 
 
-def override(name: str, body: Callable[..., Any], key: str) -> None:
-    """Register ``body`` for ``mcp_kernels::<name>`` on dispatch key ``key`` ("CPU" or "CUDA")."""
-    _library.impl(name, body, key)
+def override(
+    name: str,
+    body: Callable[..., Any] | str,
+    key: str,
+    *,
+    backend: str = "triton",
+    refuses: Callable[..., str | None] | None = None,
+) -> None:
+    """Register ``body`` for ``mcp_kernels::<name>`` on one dispatch key, in place of the reference.
+
+    Args:
+        name: the op, defined before.
+        body: a function with the op's signature, or ``"module:function"``, imported at the first
+            call (a body that imports Triton costs nothing until it runs).
+        key: dispatch key, "CPU" or "CUDA".
+        backend: what ``which_backend`` calls it.
+        refuses: ``refuses(*args, **kwargs)`` gives the reason in words why ``body`` cannot take a
+            call, or None. A refused call runs the reference and is logged once for each reason.
+    """
+    run = _import_at_first_call(body) if isinstance(body, str) else body
+    if refuses is not None:
+        run = _with_refusal(definitions[name], run, backend, refuses)
+    overrides[name, key] = Override(backend=backend, refuses=refuses)
+    _library.impl(name, run, key)
 
 
-class _ReferenceMode(TorchDispatchMode):
+def has_body(name: str, key: str) -> bool:
+    """Whether a body other than the reference is registered for ``name`` on ``key``."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key)
+
+
+def _import_at_first_call(path: str) -> Callable[..., Any]:
+    module, function = path.split(":")
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), function)(*args, **kwargs)
+
+    return run
+
+
+def _with_refusal(
+    definition: OpDefinition,
+    body: Callable[..., Any],
+    backend: str,
+    refuses: Callable[..., str | None],
+) -> Callable[..., Any]:
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        reason = refuses(*args, **kwargs)
+        if reason is None:
+            return body(*args, **kwargs)
+        if (definition.name, backend, reason) not in _logged_refusals:
+            _logged_refusals.add((definition.name, backend, reason))
+            _log.warning(
+                "%s: %s refuses (%s); the reference runs instead", definition.name, backend, reason
+            )
+        return definition.reference(*args, **kwargs)
+
+    return run
+
+
+class ReferenceMode(TorchDispatchMode):
+    """Sends every op of ours to its reference; ``reference_only`` is the public way in."""
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -84,7 +161,7 @@ class _ReferenceMode(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func.namespace == NAMESPACE:
-            definition = _definitions.get(func._schema.name.split("::", 1)[1])
+            definition = definitions.get(func._schema.name.split("::", 1)[1])
             if definition is not None:
                 return definition.reference(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -96,5 +173,5 @@ def reference_only() -> Iterator[None]:
 
     Cost: a few microseconds for each op of any kind, as for any ``TorchDispatchMode``.
     """
-    with _ReferenceMode():
+    with ReferenceMode():
         yield

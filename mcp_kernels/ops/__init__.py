@@ -1,0 +1,1 @@
+"""One file an op: public function, reference, backward formula, registration."""
