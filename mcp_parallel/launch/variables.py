@@ -1,0 +1,47 @@
+"""Environment variables of launchers: which job is this process part of? No torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+
+_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+# Left behind by another launcher, these would tell libraries wrong ranks and sizes.
+_FOREIGN_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "ROLE_", "GROUP_")
+_FOREIGN_NAMES = (*_RENDEZVOUS, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK")
+
+
+def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun (or a launcher that sets all it sets) started this process as a rank.
+
+    Single variables left over in a shell don't count.
+    """
+    if not all(environ.get(name) for name in _RENDEZVOUS):
+        return False
+    elastic = "TORCHELASTIC_RUN_ID" in environ
+    return elastic or ("LOCAL_RANK" in environ and "GROUP_RANK" in environ)
+
+
+def set_rank_variables(rank: int, world_size: int) -> None:
+    """Give this process the variables of a rank of a local job, without those of any other job."""
+    for name in list(os.environ):
+        if name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES:
+            del os.environ[name]
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    # gloo otherwise takes the interface that the hostname resolves to, which may be none or slow.
+    interface = loopback_interface()
+    if interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def loopback_interface() -> str | None:
+    """Name of the loopback network interface ("lo", "lo0"), None when it has an unusual name."""
+    names = {name for _, name in socket.if_nameindex()}
+    return next((name for name in ("lo", "lo0") if name in names), None)
