@@ -10,15 +10,26 @@ from mcp_kernels._backends import BackendChoice, which_backend
 from mcp_kernels._build_info import BuildInfo, build_info, load_extension
 from mcp_kernels._op import reference_only
 from mcp_kernels._version import __version__
+from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
+from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
+from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
+from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
 
 __all__ = [
     "BackendChoice",
     "BuildInfo",
     "__version__",
+    "all_gather",
+    "all_gather_matmul",
+    "all_reduce",
     "build_info",
+    "copy_to_group",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
     "onebit_compress",
     "onebit_decompress",
+    "reduce_scatter",
     "reference_only",
     "which_backend",
 ]

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from ranks import RankPool
 
 with warnings.catch_warnings():
     # A pure-Python installation says so once; the suite holds for it too.
@@ -29,3 +30,11 @@ def poisoned_memory():
     yield
     torch.use_deterministic_algorithms(was_deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = was_filling
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four forked ranks in a gloo group; see ranks.py."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

@@ -1,0 +1,160 @@
+"""Collectives below autograd: what the tensor-parallel ops are made of.
+
+A group travels through an op as its name, because a schema holds strings and not process groups;
+the empty name means one rank and no communication. A size that the group does not divide is cut
+the way ``torch.chunk`` cuts it: parts of ``ceil(size / W)``, the last ones shorter or empty. So a
+padded transfer has all its padding at the end, and one narrow takes it off.
+
+Sums are taken in rank order by the one rank that owns the element (gloo) or by the backend, and
+rounded once: every rank then holds the same bits.
+
+Letters: W = ranks of the group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+_NARROW_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """Name under which an op finds ``group``; None is the world, "" is a single rank.
+
+    Raises:
+        ValueError: this rank is not a member of ``group``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ""
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group_name: group must be a ProcessGroup this rank belongs to, got {group!r}; "
+            "call collectives only on the ranks of their group"
+        )
+    return "" if group.size() == 1 else group.group_name
+
+
+def resolve(name: str) -> dist.ProcessGroup | None:
+    """The process group called ``name``; None for a single rank."""
+    return _resolve_process_group(name) if name else None  # pyright: ignore[reportArgumentType]
+
+
+def split_sizes(size: int, parts: int) -> list[int]:
+    """Sizes of the ``parts`` pieces of ``size``, cut the way ``torch.chunk`` cuts."""
+    step = -(-size // parts)
+    return [max(0, min(step, size - index * step)) for index in range(parts)]
+
+
+def normalize_dim(op: str, name: str, dim: int, rank: int) -> int:
+    """``dim`` as a non-negative index into ``rank`` dimensions.
+
+    Raises:
+        ValueError: ``dim`` is out of range.
+    """
+    if not -rank <= dim < rank:
+        raise ValueError(f"{op}: {name} must be in [{-rank}, {rank - 1}], got {dim}")
+    return dim % rank
+
+
+def pack_by_rank(x: Tensor, dim: int, world: int) -> Tensor:
+    """``[..., W * s, ...]`` as contiguous ``[W, ..., s, ...]``; no copy where memory allows it."""
+    return x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0).contiguous()
+
+
+def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Replace contiguous ``x`` by its sum over the ranks.
+
+    gloo rounds a 16-bit sum at each of its W - 1 hops, so above two ranks such a sum goes as a
+    scatter of partial sums, added in float32, and a gather: the same bytes on the wire.
+    """
+    if x.numel() == 0:
+        return x
+    if x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x):
+        flat = x.view(-1)
+        mine = scatter_sum(flat, group, 0)
+        return flat.copy_(gather(mine, group, 0, flat.numel())).view_as(x)
+    group.allreduce([x], dist.AllreduceOptions()).wait()
+    return x
+
+
+def scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's part along ``dim`` of the sum of ``x`` over the ranks."""
+    world, size = group.size(), x.shape[dim]
+    if size % world == 0:
+        return scatter_sum_packed(pack_by_rank(x, dim, world), group)
+    step = -(-size // world)
+    padded = x.new_zeros(*x.shape[:dim], world * step, *x.shape[dim + 1 :])
+    padded.narrow(dim, 0, size).copy_(x)
+    mine = scatter_sum_packed(pack_by_rank(padded, dim, world), group)
+    return mine.narrow(dim, 0, split_sizes(size, world)[group.rank()]).contiguous()
+
+
+def scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sum over ranks of ``packed[rank]``, where ``packed`` is contiguous ``[W, ...]``."""
+    if packed.numel() == 0:
+        return torch.zeros_like(packed[0])
+    if _is_gloo(group, packed):
+        # One exchange and a sum in cache beats gloo's reduce-scatter, which takes W - 1 hops.
+        parts = torch.empty_like(packed)
+        group.alltoall_base(parts, packed, [], [], dist.AllToAllOptions()).wait()
+        if group.size() == 2:
+            return torch.add(parts[0], parts[1])
+        return parts.sum(0, dtype=packed.dtype)
+    out = torch.empty_like(packed[0])
+    group._reduce_scatter_base(out.view(-1), packed.view(-1)).wait()
+    return out
+
+
+def gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Tensor:
+    """The ranks' ``x`` joined along ``dim``; ``size`` is the joined size where it is uneven."""
+    world, local = group.size(), x.shape[dim]
+    step = local if size is None else -(-size // world)
+    if local < step:
+        padded = x.new_zeros(*x.shape[:dim], step, *x.shape[dim + 1 :])
+        padded.narrow(dim, 0, local).copy_(x)
+        x = padded
+    parts = x.new_empty(world, *x.shape)
+    if parts.numel():
+        group._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return joined if size is None else joined.narrow(dim, 0, size).contiguous()
+
+
+def check_gather_size(op: str, x: Tensor, dim: int, size: int | None, name: str) -> None:
+    """Hold ``size`` against what this rank brings.
+
+    Raises:
+        ValueError: this rank's part is not the one that ``size`` gives it.
+    """
+    group = resolve(name)
+    if size is None:
+        return
+    expected = size if group is None else split_sizes(size, group.size())[group.rank()]
+    if x.shape[dim] != expected:
+        raise ValueError(
+            f"{op}: gather_size must cut into this rank's part of {x.shape[dim]}, got {size}, "
+            f"which gives it {expected}; split as torch.chunk does"
+        )
+
+
+def gathered_shape(x: Tensor, dim: int, size: int | None, name: str) -> list[int]:
+    """Shape of ``gather``'s result."""
+    group = resolve(name)
+    joined = x.shape[dim] * (1 if group is None else group.size()) if size is None else size
+    return [*x.shape[:dim], joined, *x.shape[dim + 1 :]]
+
+
+def scattered_shape(shape: list[int], dim: int, name: str) -> list[int]:
+    """Shape of ``scatter_sum``'s result for an input of ``shape``."""
+    group = resolve(name)
+    if group is None:
+        return shape
+    return [*shape[:dim], split_sizes(shape[dim], group.size())[group.rank()], *shape[dim + 1 :]]
+
+
+def _is_gloo(group: dist.ProcessGroup, x: Tensor) -> bool:
+    return group._get_backend(x.device).name() == "gloo"

@@ -1,0 +1,203 @@
+"""Column-parallel matmul of a sharded input: the entry of a sequence-parallel region.
+
+    x = all-gather of x_r along gather_dim       gathered once for all weights
+    y_i = x @ weight_i.T + bias_i
+    dx_r = reduce-scatter of sum_i dy_i @ weight_i      dweight_i = dy_i.T @ x
+
+Source: Korthikanti et al., "Reducing activation recomputation" (2022), section 4.2.
+Letters: K = in features, N = out features of this rank, W = ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcp_kernels._op import define_op
+from mcp_kernels.ops import _comm
+from mcp_kernels.ops._linear import check_features, check_linear, linear
+
+
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    save_gathered: bool = True,
+) -> Tensor: ...
+@overload
+def all_gather_matmul(
+    x: Tensor,
+    weight: Sequence[Tensor],
+    bias: Sequence[Tensor | None] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    save_gathered: bool = True,
+) -> list[Tensor]: ...
+def all_gather_matmul(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor | None] | None = None,
+    *,
+    group: ProcessGroup | None = None,
+    gather_dim: int = 0,
+    gather_size: int | None = None,
+    save_gathered: bool = True,
+) -> Tensor | list[Tensor]:
+    """``x`` gathered along ``gather_dim``, times ``weight.T``, plus ``bias``.
+
+    Args:
+        x: this rank's part of ``[..., K]``, any strides.
+        weight: ``[N, K]``, this rank's rows of the full weight, any strides, x's dtype; or a
+            sequence of such weights (q, k and v, say), which share one gather.
+        bias: ``[N]`` of this rank's rows; for a sequence of weights, one (or None) each.
+        group: None is the world, or this process alone where torch.distributed is not set up.
+        gather_dim: the dimension of ``x`` that is joined.
+        gather_size: joined size; needed where the ranks' parts differ, and then each must be what
+            ``torch.chunk`` of that size gives. None promises equal parts.
+        save_gathered: keep the gathered ``x`` for backward (W times the memory of ``x``). False
+            keeps ``x`` and gathers again.
+
+    Returns:
+        Contiguous ``[..., N]`` of x's dtype; a list of them for a sequence of weights.
+
+    Raises:
+        ValueError: the shapes, ``gather_dim`` or ``gather_size`` do not fit.
+        TypeError: the dtypes differ.
+
+    Cost: 2 M N K flops a weight, one all-gather of ``[M, K]``, one copy of it where ``gather_dim``
+    is not the first dimension; backward 4 M N K flops a weight and one reduce-scatter, plus one
+    all-gather without ``save_gathered``.
+    """
+    dim = _comm.normalize_dim("all_gather_matmul", "gather_dim", gather_dim, x.dim())
+    weights = [weight] if isinstance(weight, Tensor) else list(weight)
+    biases = _as_biases(bias, len(weights))
+    name = _comm.group_name(group)
+    _check(x, weights, biases, name, dim, gather_size)
+    op = torch.ops.mcp_kernels.all_gather_matmul
+    given = [b for b in biases if b is not None]
+    if len(given) == len(weights):
+        ys, _ = op(x, weights, given, name, dim, gather_size, save_gathered)
+    else:
+        ys, _ = op(x, weights, [], name, dim, gather_size, save_gathered)
+        ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
+    return ys[0] if isinstance(weight, Tensor) else ys
+
+
+def _as_biases(bias: Tensor | Sequence[Tensor | None] | None, count: int) -> list[Tensor | None]:
+    if bias is None:
+        return [None] * count
+    biases: list[Tensor | None] = [bias] if isinstance(bias, Tensor) else list(bias)
+    if len(biases) != count:
+        raise ValueError(
+            f"all_gather_matmul: bias must be one for each of {count} weights, got {len(biases)}; "
+            "give None where a weight has none"
+        )
+    return biases
+
+
+def _check(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    name: str,
+    dim: int,
+    size: int | None,
+) -> None:
+    if not weights:
+        raise ValueError("all_gather_matmul: weight must hold at least one tensor, got none")
+    for weight, bias in zip(weights, biases, strict=True):
+        check_linear("all_gather_matmul", x, weight, bias)
+    _comm.check_gather_size("all_gather_matmul", x, dim, size, name)
+    in_features = _comm.gathered_shape(x, dim, size, name)[-1]
+    for weight in weights:
+        check_features("all_gather_matmul", in_features, weight)
+
+
+def _ref(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> tuple[list[Tensor], Tensor]:
+    pg = _comm.resolve(group)
+    gathered = x if pg is None else _comm.gather(x, pg, gather_dim, gather_size)
+    given = biases or [None] * len(weights)
+    ys = [linear(gathered, weight, bias) for weight, bias in zip(weights, given, strict=True)]
+    # An op must not return its input, so on one rank, where x is all there is, nothing is returned.
+    keep = save_gathered and pg is not None
+    return ys, gathered if keep else x.new_empty(0)
+
+
+def _fake(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> tuple[list[Tensor], Tensor]:
+    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
+    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
+    return ys, x.new_empty(shape if save_gathered and group else 0)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    x, weights, _, ctx.group, ctx.dim, ctx.size, save_gathered = inputs
+    ctx.set_materialize_grads(False)
+    ctx.count = len(weights)
+    ctx.is_gathered = save_gathered and bool(ctx.group)
+    ctx.save_for_backward(output[1] if ctx.is_gathered else x, *weights)
+
+
+def _backward(ctx: Any, dys: list[Tensor | None], d_gathered: Tensor | None) -> tuple[Any, ...]:
+    x, *weights = ctx.saved_tensors
+    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+    if ctx.group and not ctx.is_gathered and any(needs_dw):
+        x = torch.ops.mcp_kernels.all_gather(x, ctx.group, ctx.dim, ctx.size)
+    dws: list[Tensor | None] = [None] * ctx.count
+    dbs: list[Tensor | None] = [None] * len(needs_db)
+    dx: Tensor | None = None
+    lead: tuple[int, ...] = ()
+    for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
+        if dy is None:
+            continue
+        lead = dy.shape[:-1]
+        dy_MN = dy.reshape(lead.numel(), dy.shape[-1])
+        if needs_dx:
+            dx = torch.mm(dy_MN, weight) if dx is None else dx.addmm_(dy_MN, weight)
+        if needs_dw[i]:
+            dws[i] = torch.mm(dy_MN.t(), x.reshape(dy_MN.shape[0], x.shape[-1]))
+        if needs_db and needs_db[i]:
+            dbs[i] = dy_MN.sum(0)
+    if dx is not None:
+        dx = dx.view(*lead, dx.shape[-1])
+    if ctx.is_gathered and needs_dx and d_gathered is not None:  # only in double backward
+        dx = d_gathered if dx is None else dx + d_gathered
+    if ctx.group and dx is not None:
+        dx = torch.ops.mcp_kernels.reduce_scatter(dx, ctx.group, ctx.dim)
+    return dx, dws, dbs, None, None, None, None
+
+
+define_op(
+    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group, int gather_dim,"
+    " int? gather_size, bool save_gathered) -> (Tensor[] ys, Tensor gathered)",
+    reference=_ref,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup,
+)

@@ -1,0 +1,80 @@
+"""Row-parallel matmul: each rank holds a slice of the in features, the products are summed.
+
+    y = sum over ranks of x_r @ weight_r.T, plus bias once
+    dx_r = dy @ weight_r    dweight_r = dy.T @ x_r    dbias = sum of the rows of dy
+
+``y`` is replicated and so is ``dy`` (the convention of ``collectives.py``): backward needs no
+communication.
+
+Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Letters: K = in features of this rank, N = out features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mcp_kernels._op import define_op
+from mcp_kernels.ops import _comm
+from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
+
+
+def matmul_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | None = None
+) -> Tensor:
+    """Sum over the ranks of ``x @ weight.T``, plus ``bias`` once, on every rank.
+
+    Args:
+        x: ``[..., K]``, any strides; the same leading shape on every rank, K may differ.
+        weight: ``[N, K]``, this rank's columns of the full weight, any strides, x's dtype.
+        bias: ``[N]``, the same on every rank.
+        group: None is the world, or this process alone where torch.distributed is not set up.
+
+    Returns:
+        Contiguous ``[..., N]`` of x's dtype, the same bits on every rank.
+
+    Raises:
+        ValueError: the shapes do not fit.
+        TypeError: the dtypes differ.
+
+    Cost: 2 M N K flops and one all-reduce of ``[M, N]``; backward 4 M N K flops, no communication.
+    """
+    check_linear("matmul_all_reduce", x, weight, bias)
+    check_features("matmul_all_reduce", x.shape[-1], weight)
+    return torch.ops.mcp_kernels.matmul_all_reduce(x, weight, bias, _comm.group_name(group))
+
+
+def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    pg = _comm.resolve(group)
+    if pg is None:
+        return linear(x, weight, bias)
+    # One rank adds the bias, so it is counted once and costs no pass over the sum.
+    return _comm.sum_over_ranks_(linear(x, weight, bias if pg.rank() == 0 else None), pg)
+
+
+def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, _, _ = inputs
+    needs_dx, needs_dw = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    x, weight = ctx.saved_tensors
+    return *linear_backward(dy, x, weight, ctx.needs_input_grad[:3]), None
+
+
+define_op(
+    "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
+    reference=_ref,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup,
+)

@@ -1,0 +1,137 @@
+"""Inputs of the tensor-parallel matmul tests: the unsharded problem, its answer, each rank's part.
+
+The answer and the gradients come from float64 autograd on the same rounded inputs, in one process.
+Letters: K = in features, N = out features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mcp_kernels.ops import _comm
+
+
+@dataclass(frozen=True)
+class Case:
+    lead: tuple[int, ...]
+    in_features: int
+    out_features: int
+    has_bias: bool
+    is_strided: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank gives to the op."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    def leaves(self) -> list[Tensor]:
+        return [self.x, self.weight, *([] if self.bias is None else [self.bias])]
+
+
+@dataclass(frozen=True)
+class Problem:
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    exact: Tensor
+    world: int
+    split: Literal["in", "out"]
+    dim: int
+    is_strided: bool
+    requires_grad: bool
+
+    def cut(self, full: Tensor, rank: int, dim: int) -> Tensor:
+        return full.split(_comm.split_sizes(full.shape[dim], self.world), dim)[rank]
+
+    def local(self, rank: int) -> Part:
+        """Rank's part: its in features of x and weight ("in"), or its rows and out features."""
+        if self.split == "in":
+            x, weight, bias = self.cut(self.x, rank, -1), self.cut(self.weight, rank, 1), self.bias
+        else:
+            x, weight = self.cut(self.x, rank, self.dim), self.cut(self.weight, rank, 0)
+            bias = None if self.bias is None else self.cut(self.bias, rank, 0)
+        spread = _strided if self.is_strided else torch.clone
+        made = [None if t is None else spread(t) for t in (x, weight, bias)]
+        if self.requires_grad:
+            made = [None if t is None else t.requires_grad_() for t in made]
+        return Part(*made)  # pyright: ignore[reportArgumentType]
+
+    def dy(self) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return torch.randn(self.exact.shape, generator=generator, dtype=torch.float64)
+
+    def grads(self, dy: Tensor) -> list[Tensor]:
+        """Gradients of the unsharded problem for x, weight and (if there is one) bias."""
+        leaves = [t.detach().clone().requires_grad_() for t in (self.x, self.weight)]
+        if self.bias is not None:
+            leaves.append(self.bias.detach().clone().requires_grad_())
+        y = torch.nn.functional.linear(*leaves)
+        return list(torch.autograd.grad(y, leaves, dy))
+
+
+def cases() -> list[Case]:
+    """Leading shapes, sizes that no W divides, empty rows, fewer features than ranks, strides."""
+    return [
+        Case((12,), 24, 12, has_bias=True),
+        Case((2, 12), 24, 12, has_bias=False),
+        Case((2, 12), 13, 36, has_bias=True, is_strided=True),
+        Case((3, 7), 11, 5, has_bias=True),
+        Case((7, 2, 3), 9, 7, has_bias=False, is_strided=True),
+        Case((0, 3), 8, 5, has_bias=True),
+        Case((1, 1), 2, 3, has_bias=True),
+    ]
+
+
+def make(
+    case: Case,
+    dtype: torch.dtype,
+    world: int,
+    *,
+    split: Literal["in", "out"],
+    dim: int = 0,
+    requires_grad: bool = False,
+) -> Problem:
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x, weight = draw(*case.lead, case.in_features), draw(case.out_features, case.in_features)
+    bias = draw(case.out_features) if case.has_bias else None
+    exact = torch.nn.functional.linear(
+        x.double(), weight.double(), None if bias is None else bias.double()
+    )
+    return Problem(x, weight, bias, exact, world, split, dim, case.is_strided, requires_grad)
+
+
+def rounding_bound(problem: Problem, dtype: torch.dtype, partials: int) -> Tensor:
+    """Most that ``partials`` rounded partial products, summed and rounded once, may be off.
+
+    Each product is a sum of K terms in the accumulator, rounded to the output type; their sum is
+    taken in the accumulator and rounded once more.
+    """
+    eps = torch.finfo(dtype).eps
+    acc_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    magnitude = torch.nn.functional.linear(
+        problem.x.double().abs(),
+        problem.weight.double().abs(),
+        None if problem.bias is None else problem.bias.double().abs(),
+    )
+    terms = problem.x.shape[-1] + partials + 1
+    once = 0.5 * eps * problem.exact.abs() + terms**0.5 * acc_eps * magnitude
+    return once if partials == 1 else once + 0.5 * eps * magnitude
+
+
+def _strided(x: Tensor) -> Tensor:
+    """The same values behind an inner stride of 2 and a storage offset."""
+    padded = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + 1)
+    padded[..., 1::2] = x
+    return padded[..., 1::2]
