@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from mcp_parallel import config_schema, config_text
+from mcp_parallel.errors import ConfigError, joined, shown
+from mcp_parallel.presets import PRESETS
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
@@ -11,19 +21,34 @@ Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the Llama-family model; a preset fills what is not given."""
+    """Shape of the Llama-family model; a preset fills what is not given.
+
+    The preset is applied when a config is loaded (``Config.from_mapping`` and its siblings), never
+    by this constructor, which takes each field as it stands.
+    """
 
     preset: str | None = "tiny"
+    """A name of ``presets.PRESETS``, or None (in a file: null or none) when every size is given."""
     num_layers: int = 4
+    """Transformer blocks, at least one for each pipeline stage."""
     hidden_size: int = 128
+    """Width of the residual stream, an even multiple of num_heads."""
     num_heads: int = 8
+    """Query heads, a multiple of num_kv_heads and of tp."""
     num_kv_heads: int = 4
+    """Key and value heads, a multiple of tp."""
     ffn_size: int = 352
+    """Inner width of SwiGLU; any, divisible by tp or not."""
     vocab_size: int = 256
+    """Rows of the embedding, at least tp; 256 or more for text read as bytes."""
     seq_len: int = 128
+    """Tokens of a sample; a multiple of tp with sequence_parallel."""
     tie_embeddings: bool = False
+    """The head uses the embedding's weight."""
     rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
+    """Added to the mean square in RMSNorm."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,13 +56,22 @@ class ParallelConfig:
     """How the run is spread over ranks; world size = dp * tp * pp * cp."""
 
     dp: int = 1
+    """Data-parallel replicas."""
     tp: int = 1
+    """Ranks that share each layer's heads and columns."""
     pp: int = 1
+    """Ranks that the layers are spread over."""
     cp: int = 1
+    """Ranks that share a sequence; 1 until context parallel is here."""
     zero: int = 0
+    """What dp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+    With dp = 1 there is nothing to shard and each level runs as 0."""
     schedule: Schedule = "1f1b"
+    """Order of pipeline work; no effect with pp = 1."""
     virtual_stages: int = 1
+    """Stages on each pipeline rank; 2 or more with schedule interleaved, else 1."""
     sequence_parallel: bool = True
+    """Shard the norms' activations along the sequence over tp; no effect with tp = 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +79,31 @@ class TrainConfig:
     """The training run itself; nothing here depends on the layout."""
 
     steps: int = 200
+    """Optimizer steps in the whole run."""
     seed: int = 0
+    """Seed of the initial parameters."""
     global_batch_size: int = 16
+    """Samples of a step over all ranks, a multiple of dp * micro_batch_size."""
     micro_batch_size: int = 4
+    """Samples of one forward pass on one rank."""
     lr: float = 3e-3
+    """Peak learning rate, reached after the warm-up."""
     min_lr: float = 3e-4
+    """Learning rate at the end of the cosine, at most lr; lr / 10 when a file gives lr alone."""
     warmup_steps: int = 20
+    """Steps of linear warm-up, at most steps; steps // 10, up to 20, when a file gives none."""
     weight_decay: float = 0.1
+    """Decoupled weight decay; 0 turns it off."""
     clip_norm: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
     optimizer: Literal["adamw", "onebit_adam"] = "adamw"
+    """Update rule."""
     freeze_step: int | None = None
+    """Step at which onebit_adam starts to compress; None with adamw."""
     precision: Precision = "fp32"
+    """Number format of parameters and activations."""
     fp32_embedding_steps: int = 0
+    """First steps in which the embedding stays fp32 under a lower precision."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +111,9 @@ class DataConfig:
     """Where tokens come from; ``path`` None is the Python standard library's source text."""
 
     path: str | None = None
+    """A text file, a folder of them (both read as bytes), or a token file ``.bin``."""
     seed: int = 0
+    """Seed of the order of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +121,11 @@ class MemoryConfig:
     """What is traded for memory."""
 
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again: nothing, all but the costly ops, or each block."""
     activation_compression: Literal["none", "bf16", "int8", "fp8"] = "none"
+    """Format in which activations wait for the backward pass."""
     offload: bool = False
+    """Keep optimizer state in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +133,16 @@ class CheckpointConfig:
     """When checkpoints are written and what ``train`` starts from."""
 
     every: int = 100
+    """Steps between checkpoints; the last step always writes one."""
     keep: int = 2
+    """Newest checkpoints that are kept."""
     replicas: int = 1
+    """Copies of each shard."""
     # "async" is a Python keyword, so the attribute has a trailing underscore; the key has none.
     async_: bool = False
+    """Write while training goes on."""
     resume: str = "never"
+    """never, auto (the newest checkpoint of the run folder that verifies), or a path."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +150,20 @@ class MonitorConfig:
     """What is recorded while training."""
 
     every: int = 1
+    """Steps between two lines of metrics."""
     tensorboard: bool = True
+    """Also write TensorBoard events."""
     activations: bool = False
+    """Record statistics of activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run: seven tables."""
+    """A whole run: seven tables.
+
+    Loading takes care of types, names and the preset; ``mcp_parallel.check`` says whether the
+    values can run together.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -108,3 +172,166 @@ class Config:
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """The config that nested plain values describe.
+
+        Args:
+            values: table -> key -> value, keys as in a file (``checkpoint.async``). Tables and
+                keys that are absent keep their defaults; the preset fills model sizes.
+
+        Raises:
+            ConfigError: unknown tables or keys, wrong types, an unknown preset; all at once.
+        """
+        return _build(values, [])
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Config:
+        """The config in a ``.yaml``, ``.yml`` or ``.toml`` file.
+
+        Raises:
+            ConfigError: as ``from_mapping``, and when the file cannot be read or parsed.
+        """
+        return cls.from_mapping(config_text.read_config_file(path))
+
+    def with_overrides(self, overrides: Sequence[str]) -> Config:
+        """This config with some keys replaced.
+
+        Args:
+            overrides: ``table.key=value`` each, ``train.lr=3e-4``; a later one wins. A new
+                ``model.preset`` replaces the sizes that came from the old preset and keeps those
+                that differ from it: those were given by hand. Likewise a new ``train.lr`` or
+                ``train.steps`` moves ``min_lr`` or ``warmup_steps`` where it had its default.
+
+        Raises:
+            ConfigError: as ``from_mapping``.
+        """
+        changes, problems = config_schema.parse_overrides(overrides, TABLES)
+        values = self.to_mapping()
+        if "preset" in changes.get("model", {}):
+            old = PRESETS.get(self.model.preset or "", values["model"])
+            values["model"] = {
+                key: value for key, value in values["model"].items() if old.get(key) != value
+            }
+        _forget_derived(values["train"], changes.get("train", {}))
+        for table, keys in changes.items():
+            values[table] = {**values[table], **keys}
+        return _build(values, problems)
+
+    def to_mapping(self) -> dict[str, dict[str, Any]]:
+        """Plain values, table by table, that ``from_mapping`` turns back into this config."""
+        return {
+            name: dict(config_schema.table_items(table))
+            for name, table in config_schema.table_items(self)
+        }
+
+    def to_yaml(self) -> str:
+        """ASCII YAML text that ``from_file`` reads back into this config."""
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what makes a checkpoint another model: its shape, whatever the layout.
+
+        The preset's name and ``seq_len`` are left out: neither changes a parameter or the function
+        that the parameters compute.
+        """
+        identity = dict(config_schema.table_items(self.model))
+        del identity["preset"], identity["seq_len"]
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+TABLES: Mapping[str, type] = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
+    "data": DataConfig,
+    "memory": MemoryConfig,
+    "checkpoint": CheckpointConfig,
+    "monitor": MonitorConfig,
+}
+
+
+def _build(values: Mapping[str, Any], problems: list[str]) -> Config:
+    """The config of ``values``, or one ConfigError with ``problems`` and all that are found."""
+    problems = list(problems)
+    tables: dict[str, Any] = {}
+    for name, given in values.items():
+        if name not in TABLES:
+            problems.append(config_schema.unknown_key("", str(name), TABLES))
+        elif name == "parallel" and given == "auto":
+            problems.append(config_schema.NO_PLANNER)
+        elif given is None:
+            continue  # a table whose keys are all commented out
+        elif not isinstance(given, Mapping):
+            example = next(iter(config_schema.field_types(TABLES[name])))
+            problems.append(
+                f"config: {name} must be a table, got {shown(given)}; "
+                f"write for example '{name}: {{{example}: value}}'"
+            )
+        else:
+            tables[name] = given
+    if "model" in tables:
+        tables["model"] = _with_preset(tables["model"], problems)
+    if "train" in tables:
+        tables["train"] = {**_derived(tables["train"]), **tables["train"]}
+    built: dict[str, Any] = {}
+    for name, given in tables.items():
+        built[name], found = config_schema.build(name, TABLES[name], given, TABLES)
+        problems += found
+    if problems:
+        raise ConfigError(problems)
+    return Config(**built)
+
+
+def _with_preset(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """The model table with the sizes of its preset where it gives none itself."""
+    preset = given.get("preset", "tiny")
+    if preset == "none":  # TOML has no null
+        preset = None
+    if preset is None:
+        missing = [key for key in _SIZES if key not in given]
+        if missing:
+            problems.append(
+                f"config: model.preset must be a name when sizes are missing, got null; give "
+                f"{joined((f'model.{key}' for key in missing), 'and')}, or use model.preset = tiny"
+            )
+    elif isinstance(preset, str):
+        if preset.lower() in PRESETS:
+            preset = preset.lower()
+            return {**PRESETS[preset], **given, "preset": preset}
+        near = config_schema.nearest(preset.lower(), list(PRESETS)) or "tiny"
+        problems.append(
+            f"config: model.preset must be {joined(PRESETS)}, got {shown(preset)}; use {near}"
+        )
+    return {**given, "preset": preset}
+
+
+def _derived(train: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that follow from other keys, so that ``--steps 10`` alone is a legal change."""
+    derived: dict[str, Any] = {}
+    steps, lr = train.get("steps"), train.get("lr")
+    if type(steps) is int:
+        derived["warmup_steps"] = max(0, min(20, steps // 10))
+    if type(lr) in (int, float) and 0 < lr <= 1e300:
+        derived["min_lr"] = lr / 10
+    return derived
+
+
+def _forget_derived(train: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Drop from ``train`` what follows from a key that ``changes`` replaces."""
+    derived = _derived(train)
+    for key, source in (("warmup_steps", "steps"), ("min_lr", "lr")):
+        if source in changes and train[key] == derived.get(key):
+            del train[key]
+
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "ffn_size",
+    "vocab_size",
+    "seq_len",
+)

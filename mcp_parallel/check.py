@@ -1,0 +1,125 @@
+"""Whether a configuration can run: every rule, before any process starts. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from mcp_parallel.config import Config
+from mcp_parallel.errors import ConfigError, shown
+from mcp_parallel.rules import batch, data, layout, values
+from mcp_parallel.rules.problem import Problem
+
+_MAX_RANKS = 1 << 20
+Rule = Callable[[Config], Iterator[Problem]]
+
+
+class _Family(NamedTuple):
+    """Rules that only make sense when the numbers they divide by are in range."""
+
+    rules: tuple[Rule, ...]
+    reads: frozenset[str]
+
+
+_DEGREES = frozenset({"parallel.dp", "parallel.tp", "parallel.pp", "parallel.cp"})
+_LAYOUT = (
+    _Family(
+        (layout.head_problems, layout.tensor_problems),
+        frozenset(
+            {
+                "model.hidden_size",
+                "model.num_heads",
+                "model.num_kv_heads",
+                "model.vocab_size",
+                "model.seq_len",
+                "parallel.tp",
+            }
+        ),
+    ),
+    _Family(
+        (layout.stage_problems,),
+        frozenset({"model.num_layers", "parallel.pp", "parallel.virtual_stages"}),
+    ),
+    _Family(
+        (batch.batch_problems,),
+        frozenset(
+            {
+                "train.global_batch_size",
+                "train.micro_batch_size",
+                "parallel.dp",
+                "parallel.pp",
+                "parallel.virtual_stages",
+            }
+        ),
+    ),
+)
+_FILES = (
+    _Family((data.data_problems,), frozenset({"model.vocab_size", "model.seq_len", "parallel.tp"})),
+    _Family((data.resume_problems,), frozenset()),
+)
+
+
+def check(config: Config, world_size: int | None = None) -> None:
+    """Refuse a configuration that cannot run, saying everything that is wrong with it.
+
+    Args:
+        config: the run.
+        world_size: ranks there are, when something else than the config decides it.
+
+    Raises:
+        ConfigError: with a line for each problem, naming the key, the value and up to three
+            choices that mend it.
+
+    Cost: milliseconds; reads file sizes and at most the two ends of a token file.
+    """
+    if world_size is not None and not 1 <= world_size <= _MAX_RANKS:
+        problem = f"check: world_size must be at least 1 and at most {_MAX_RANKS}, got "
+        raise ConfigError([problem + shown(world_size) + "; give the number of ranks"])
+    # A config built in Python may hold anything: the loader's rules on types come first.
+    Config.from_mapping(config.to_mapping())
+    problems = find_problems(config, world_size)
+    if problems:
+        raise ConfigError([str(problem) for problem in problems])
+
+
+def find_problems(config: Config, world_size: int | None = None) -> list[Problem]:
+    """What ``check`` would refuse, as records; the config's types are right."""
+    problems = list(values.range_problems(config))
+    out_of_range = {problem.key for problem in problems}
+    problems += values.not_yet_problems(config)
+    problems += values.relation_problems(config)
+    problems += _run(_LAYOUT, config, out_of_range)
+    problems += _run(_FILES, config, out_of_range)
+    if world_size is not None and not out_of_range & _DEGREES:
+        problems += _world_problems(config, world_size)
+    return problems
+
+
+def _run(
+    families: tuple[_Family, ...], config: Config, out_of_range: set[str]
+) -> Iterator[Problem]:
+    for family in families:
+        if not out_of_range & family.reads:
+            for rule in family.rules:
+                yield from rule(config)
+
+
+def _world_problems(config: Config, world_size: int) -> Iterator[Problem]:
+    """Degrees whose product is not the number of ranks."""
+    degrees = config.parallel
+    product = degrees.dp * degrees.tp * degrees.pp * degrees.cp
+    if product == world_size:
+        return
+    yield Problem(
+        "world_size",
+        "parallel.dp",
+        f"make dp * tp * pp * cp the number of ranks, {world_size}",
+        f"{degrees.dp} * {degrees.tp} * {degrees.pp} * {degrees.cp} = {product}",
+        tuple(layout.legal_layouts_near(config, world_size, _can_run))
+        or tuple(layout.legal_layouts_near(config, world_size)[:1]),
+    )
+
+
+def _can_run(config: Config) -> bool:
+    out_of_range = {problem.key for problem in values.range_problems(config)}
+    return not out_of_range and next(_run(_LAYOUT, config, set()), None) is None

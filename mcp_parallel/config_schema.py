@@ -1,0 +1,222 @@
+"""Plain values to dataclass fields: types, choices and unknown keys, every problem told.
+
+No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import cache
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from mcp_parallel.config_text import parse_yaml, plain_scalar
+from mcp_parallel.errors import ConfigError, joined, shown
+
+# What other trainers call these; a near spelling would not find them.
+_FOREIGN_NAMES = {
+    "learning_rate": "train.lr",
+    "batch_size": "train.global_batch_size",
+    "max_steps": "train.steps",
+    "train_iters": "train.steps",
+    "gradient_clipping": "train.clip_norm",
+    "grad_clip": "train.clip_norm",
+    "dtype": "train.precision",
+    "n_layers": "model.num_layers",
+    "n_heads": "model.num_heads",
+    "dim": "model.hidden_size",
+    "intermediate_size": "model.ffn_size",
+    "gradient_checkpointing": "memory.activation_checkpointing",
+    "num_stages": "parallel.pp",
+    "dataset": "data.path",
+}
+
+NO_PLANNER = (
+    "config: parallel must be a table of degrees, got 'auto'; the planner is not here yet, give "
+    "parallel.dp, parallel.tp and parallel.pp"
+)
+
+
+class FieldType(NamedTuple):
+    """What a key takes."""
+
+    kind: type
+    choices: tuple[str, ...]
+    optional: bool
+
+
+@cache
+def field_types(table_class: type) -> dict[str, FieldType]:
+    """The type of each key of a table; the key of attribute ``async_`` is ``async``."""
+    hints = get_type_hints(table_class)
+    return {field.name.rstrip("_"): _field_type(hints[field.name]) for field in fields(table_class)}
+
+
+def _field_type(hint: Any) -> FieldType:
+    optional = False
+    if get_origin(hint) in (Union, types.UnionType):
+        (hint,) = (part for part in get_args(hint) if part is not type(None))
+        optional = True
+    if get_origin(hint) is Literal:
+        return FieldType(str, get_args(hint), optional)
+    return FieldType(hint, (), optional)
+
+
+_RULES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a finite number",
+    str: "a string",
+}
+
+
+def _converted(key: str, value: Any, kind: FieldType) -> Any:
+    """``value`` as the field's type, or ValueError with the problem in words."""
+    if value is None and kind.optional:
+        return None
+    number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    if kind.choices:
+        if isinstance(value, str) and value in kind.choices:
+            return value
+        near = nearest(str(value).lower(), kind.choices)
+        use = f"; use {near}" if near else f"; use {kind.choices[0]}"
+        raise ValueError(f"config: {key} must be {joined(kind.choices)}, got {shown(value)}{use}")
+    if kind.kind is float and number is not None:
+        try:
+            result = float(number)
+        except OverflowError:
+            result = math.inf
+        if math.isfinite(result):
+            return result
+    elif isinstance(value, kind.kind) and (number is not None or kind.kind is not int):
+        return value
+    rule = _RULES[kind.kind] + (" or null" if kind.optional else "")
+    raise ValueError(f"config: {key} must be {rule}, got {shown(value)}; {_way_out(kind, value)}")
+
+
+def _way_out(kind: FieldType, value: Any) -> str:
+    if kind.kind is bool:
+        return "write true or false without quotes"
+    if kind.kind is str:
+        return "put it in quotes" if not isinstance(value, (dict, list)) else "give one value"
+    if kind.kind is int and isinstance(value, float) and math.isfinite(value):
+        below = math.floor(value)
+        return f"use {below}" if below == value else f"use {below} or {below + 1}"
+    return "write a number like 3" if kind.kind is int else "write a number like 0.003"
+
+
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word closest to ``word``, or None when none is near."""
+    matches = difflib.get_close_matches(word, known, n=1)
+    return matches[0] if matches else None
+
+
+def unknown_key(table: str, key: str, tables: Mapping[str, type]) -> str:
+    """The problem of a key no table has, naming the nearest one that is known."""
+    every = [f"{name}.{known}" for name, kind in tables.items() for known in field_types(kind)]
+    full = f"{table}.{key}" if table else key
+    same_key = [name for name in every if name.split(".")[1] == key]
+    own = list(field_types(tables[table])) if table in tables else []
+    near_own = nearest(key, own)
+    near = (
+        _FOREIGN_NAMES.get(key)
+        or (same_key[0] if same_key else None)
+        or (None if table else nearest(key, list(tables)))
+        or (f"{table}.{near_own}" if near_own else None)
+        or nearest(full, every)
+    )
+    keys = (
+        f"the keys of {table} are {joined(own, 'and')}"
+        if own
+        else (f"the tables are {joined(tables, 'and')}")
+    )
+    return f"config: {shown(full)[1:-1]} must be a known key, got no such key; " + (
+        f"did you mean {near}?" if near else keys
+    )
+
+
+def build(
+    table: str, table_class: type[Any], values: Mapping[str, Any], tables: Mapping[str, type]
+) -> tuple[Any, list[str]]:
+    """One table from plain values.
+
+    Args:
+        table: its name in messages.
+        table_class: the dataclass to build; keys that ``values`` lacks keep their defaults.
+        values: keys as written by the user.
+        tables: all tables by name, to find the nearest known key.
+
+    Returns:
+        The table and no problems, or None and every problem.
+    """
+    known = field_types(table_class)
+    attributes = {field.name.rstrip("_"): field.name for field in fields(table_class)}
+    converted: dict[str, Any] = {}
+    problems: list[str] = []
+    for key, value in values.items():
+        if key not in known:
+            problems.append(unknown_key(table, key, tables))
+            continue
+        try:
+            converted[attributes[key]] = _converted(f"{table}.{key}", value, known[key])
+        except ValueError as problem:
+            problems.append(str(problem))
+    return (None if problems else table_class(**converted)), problems
+
+
+def parse_overrides(
+    overrides: Sequence[str], tables: Mapping[str, type]
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """``["train.lr=3e-4"]`` as ``{"train": {"lr": 0.0003}}``, with every problem found.
+
+    A value is read as a plain YAML scalar, or kept as it stands where the key takes a string
+    (``data.path=123`` is a path). A later override of the same key wins.
+    """
+    values: dict[str, dict[str, Any]] = {}
+    problems: list[str] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        table, _, key = name.strip().partition(".")
+        if not equals:
+            problems.append(
+                f"config: override must be table.key=value, got {shown(override)}; "
+                "write for example train.lr=3e-4"
+            )
+        elif (table, key, text.strip()) == ("parallel", "", "auto"):
+            problems.append(NO_PLANNER)
+        elif table in tables and not key:
+            problems.append(
+                f"config: override must name a key of {table}, got {shown(override)}; write for "
+                f"example {table}.{next(iter(field_types(tables[table])))}=value"
+            )
+        elif table not in tables or key not in field_types(tables[table]):
+            problems.append(unknown_key(table if key else "", key or table, tables))
+        else:
+            try:
+                value = _override_value(text.strip(), field_types(tables[table])[key])
+            except ConfigError as error:
+                problems += [f"{problem} in {shown(override)}" for problem in error.problems]
+                continue
+            values.setdefault(table, {})[key] = value
+    return values, problems
+
+
+def _override_value(text: str, kind: FieldType) -> Any:
+    quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "'\""
+    if quoted:
+        return parse_yaml(text)
+    if kind.kind is str:
+        return None if kind.optional and text in ("", "~", "null") else text
+    try:
+        return plain_scalar(text)
+    except ValueError:
+        raise ConfigError(["config: the number is too long"]) from None
+
+
+def table_items(table: Any) -> Iterator[tuple[str, Any]]:
+    """``(key, value)`` of each field, in order, with keys as a file spells them."""
+    for field in fields(table):
+        yield field.name.rstrip("_"), getattr(table, field.name)

@@ -1,0 +1,51 @@
+"""Exit statuses of every command, and the error of a configuration that cannot run. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+OK = 0
+"""Done."""
+FAILED = 1
+"""Anything that is not one of the others."""
+BAD_CONFIG = 2
+"""The configuration or the command line was refused; no process was started."""
+DIVERGED = 3
+"""The loss or a gradient left the finite numbers."""
+STOPPED = 4
+"""Ended by a signal, after the step was finished and a checkpoint written."""
+
+
+class ConfigError(ValueError):
+    """A configuration that is refused, with everything that is wrong with it.
+
+    Attributes:
+        problems: one line each, ASCII, naming the key, the value and a way out. Never empty.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems: list[str] = list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
+        return type(self), (self.problems,)
+
+
+def shown(value: object) -> str:
+    """``value`` as an error message prints it: ASCII, one line, at most 80 characters."""
+    if isinstance(value, bool) or value is None:
+        text = {True: "true", False: "false", None: "null"}[value]
+    elif isinstance(value, int) and value.bit_length() > 200:
+        # str() of a huge integer is quadratic, and refused above 4300 digits.
+        return f"an integer of {value.bit_length()} bits"
+    else:
+        text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def joined(values: Iterable[object], last: str = "or") -> str:
+    """``1, 2 or 4``: how a message lists its choices."""
+    words = [str(value) for value in values]
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
