@@ -1,0 +1,446 @@
+"""Local launch: real ranks that reduce, fail, die and are told to stop; nothing is left behind.
+
+Launchers run in processes of their own, started as ``python test_launch.py SCENARIO RANKS FOLDER``,
+because tests send signals to them and kill them. Ranks note down what they saw in FOLDER.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcp_parallel.launch import cores
+from mcp_parallel.launch.context import RankContext, choose_device
+from mcp_parallel.launch.env import agree_on_attempt, run_from_env
+from mcp_parallel.launch.local import launch_local
+from mcp_parallel.launch.report import RankEnd, in_order_of_blame
+from mcp_parallel.launch.variables import under_torchrun
+
+REPOSITORY = Path(__file__).parent.parent
+# Generous: eight runs may share two cores. A launcher that hangs fails its test after this.
+PATIENCE_S = 60.0
+# Ranks that must be ended by force sleep far longer than that.
+FOREVER_S = 3600.0
+
+# ---------------------------------------------------------------- what ranks do
+
+
+def all_reduce(context: RankContext) -> None:
+    total = torch.ones(3) * (context.rank + 1)
+    dist.all_reduce(total)
+    assert total[0] == context.world_size * (context.world_size + 1) / 2
+
+
+def note(folder: Path, context: RankContext, **facts: object) -> None:
+    facts["pid"] = os.getpid()
+    temporary = folder / f"{context.rank}.tmp"
+    temporary.write_text(json.dumps(facts))
+    temporary.rename(folder / f"rank{context.rank}.json")  # readers never see half a file
+
+
+def report(context: RankContext, folder: Path) -> int:
+    all_reduce(context)
+    sys.stdout.write(f"stdout of {context.rank}\n")
+    sys.stderr.write(f"stderr of {context.rank}\nsecond line\n")
+    variables = {k: v for k, v in os.environ.items() if k.startswith(("RANK", "SLURM", "MASTER"))}
+    note(
+        folder,
+        context,
+        variables=variables,
+        threads=torch.get_num_threads(),
+        listening=listening_addresses(os.getpid()) + listening_addresses(os.getppid()),
+    )
+    dist.barrier()
+    return 0
+
+
+def listening_addresses(pid: int) -> list[str]:
+    """Local addresses (hex, as /proc/net/tcp has them) on which a process takes connections."""
+    links = [
+        os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()
+    ]
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def fail_in_rank_2(context: RankContext, folder: Path) -> int:
+    all_reduce(context)
+    note(folder, context)
+    dist.barrier()
+    if context.rank == 2:
+        raise ValueError("planted")
+    if context.rank == 0:
+        all_reduce(context)  # fails too, because rank 2 is gone
+    time.sleep(FOREVER_S)  # neither notices rank 2 nor obeys SIGTERM
+    return 0
+
+
+def lose_rank_1(context: RankContext, folder: Path) -> int:
+    all_reduce(context)
+    note(folder, context)
+    dist.barrier()
+    if context.rank == 1:
+        how = folder.name
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "segfault":
+            ctypes.string_at(0)
+        if how == "exit":
+            os._exit(7)
+        return 0
+    all_reduce(context)
+    return 0
+
+
+def diverge(context: RankContext, folder: Path) -> int:
+    note(folder, context)
+    all_reduce(context)
+    return 3
+
+
+def train_until_stopped(context: RankContext, folder: Path) -> int:
+    ready = False
+    while True:
+        stop = torch.tensor([float(context.stop_requested())])
+        dist.all_reduce(stop)
+        if stop.item():
+            note(folder, context, votes=stop.item(), itself=context.stop_requested())
+            return 4
+        if not ready:
+            (folder / f"ready{context.rank}").touch()
+            ready = True
+        time.sleep(0.02)
+
+
+def sleep(context: RankContext, folder: Path) -> int:
+    note(folder, context)
+    (folder / f"ready{context.rank}").touch()
+    time.sleep(FOREVER_S)
+    return 0
+
+
+def restart_once(context: RankContext, folder: Path) -> int:
+    all_reduce(context)
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 0 and context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce(context)
+    note(folder, context, attempt=attempt)
+    return 0
+
+
+# ---------------------------------------------------------------- how tests start them
+
+
+def start(entry, ranks: int, folder: Path, **variables: str) -> subprocess.Popen[str]:
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
+    return subprocess.Popen(
+        [sys.executable, __file__, entry.__name__, str(ranks), str(folder)],
+        env=environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = launcher.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.communicate()
+        raise
+    return launcher.returncode, out, err
+
+
+def notes(folder: Path, ranks: int) -> list[dict]:
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def wait_until(condition, what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"never came: {what}"
+        time.sleep(0.02)
+
+
+def wait_ready(folder: Path, ranks: int) -> None:
+    wait_until(lambda: len(list(folder.glob("ready*"))) == ranks, "all ranks ready")
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no process ``pid`` runs; one that is dead but not yet reaped is gone too."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
+
+
+def assert_nobody_left(folder: Path, ranks: int) -> None:
+    assert [facts["pid"] for facts in notes(folder, ranks) if not is_gone(facts["pid"])] == []
+
+
+# ---------------------------------------------------------------- launches
+
+
+def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(tmp_path):
+    folder = tmp_path / "r\u00e9sultats d'\u00e9t\u00e9"
+    folder.mkdir()
+    leftovers = {
+        "RANK": "7",
+        "WORLD_SIZE": "99",
+        "LOCAL_RANK": "5",
+        "MASTER_ADDR": "192.0.2.1",  # reserved for documentation: nobody answers there
+        "SLURM_PROCID": "3",
+        "OMP_NUM_THREADS": "3",
+    }
+    code, out, err = finish(start(report, 4, folder, **leftovers))
+    assert code == 0, err
+    assert out == "stdout of 0\n"
+    for rank in (1, 2, 3):
+        assert f"[rank {rank}] stderr of {rank}\n" in err
+    assert err.count("second line\n") == 4
+    for rank, facts in enumerate(notes(folder, 4)):
+        assert facts["variables"] == {"RANK": str(rank)}
+        assert facts["threads"] == 3
+        # The launcher's store and the rank's gloo socket, none on another address than 127.0.0.1.
+        assert len(facts["listening"]) >= 2
+        assert set(facts["listening"]) == {"0100007F"}
+    assert_nobody_left(folder, 4)
+
+
+def test_the_first_failure_is_named_first_and_everyone_else_is_ended(tmp_path):
+    code, _, err = finish(start(fail_in_rank_2, 4, tmp_path))
+    assert code == 1
+    lines = err.splitlines()
+    assert lines[0] == "rank 2 failed: ValueError: planted"
+    assert lines[1].startswith("Traceback")
+    assert lines.index("ValueError: planted") > [", in fail_in_rank_2" in x for x in lines].index(
+        True
+    )
+    assert_nobody_left(tmp_path, 4)
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("kill", "rank 1 was killed by SIGKILL (signal 9; often the out-of-memory killer)"),
+        ("segfault", "rank 1 was killed by SIGSEGV (signal 11; a crash in compiled code)"),
+        ("exit", "rank 1 ended with exit status 7 before its work was done"),
+        ("leave", "rank 1 ended with status 0 while others were at work"),
+    ],
+)
+def test_a_rank_that_is_lost_is_named_before_its_peers_complaints(tmp_path, how, words):
+    folder = tmp_path / how
+    folder.mkdir()
+    code, _, err = finish(start(lose_rank_1, 3, folder))
+    assert code == 1
+    assert err.splitlines()[0] == words
+    assert ("string_at" in err) == (how == "segfault")  # the stack of the crash comes along
+    assert_nobody_left(folder, 3)
+
+
+def test_a_status_that_all_ranks_return_is_the_status_of_the_job(tmp_path):
+    code, _, err = finish(start(diverge, 2, tmp_path))
+    assert (code, err) == (3, "")
+    assert_nobody_left(tmp_path, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_one_signal_reaches_every_rank_once_and_lets_it_finish(tmp_path, number):
+    launcher = start(train_until_stopped, 3, tmp_path)
+    wait_ready(tmp_path, 3)
+    launcher.send_signal(number)
+    code, _, err = finish(launcher)
+    assert code == 4
+    assert err == "stopping after this step; a second signal ends all ranks at once\n"
+    # One reduce may see the signal on some ranks only; that one already stops all of them.
+    assert {facts["votes"] for facts in notes(tmp_path, 3)} <= {1.0, 2.0, 3.0}
+    assert any(facts["itself"] for facts in notes(tmp_path, 3))
+    assert_nobody_left(tmp_path, 3)
+
+
+def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
+    launcher = start(sleep, 2, tmp_path)
+    wait_ready(tmp_path, 2)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.stderr is not None
+    assert launcher.stderr.readline().startswith("stopping after this step")
+    launcher.send_signal(signal.SIGINT)
+    code, _, err = finish(launcher)
+    assert code == 4
+    assert err == "ending all ranks at once: steps since the last checkpoint are lost\n"
+    assert_nobody_left(tmp_path, 2)
+
+
+@pytest.mark.parametrize("platform", [sys.platform, "a system without prctl"])
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, platform):
+    launcher = start(sleep, 2, tmp_path, TEST_PLATFORM=platform)
+    wait_ready(tmp_path, 2)
+    launcher.kill()
+    launcher.communicate()
+    pids = [facts["pid"] for facts in notes(tmp_path, 2)]
+    wait_until(lambda: all(is_gone(pid) for pid in pids), "the end of the orphans")
+
+
+def test_two_launches_run_side_by_side(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    launchers = [start(train_until_stopped, 2, folder) for folder in folders]
+    for folder in folders:
+        wait_ready(folder, 2)
+    launchers[0].send_signal(signal.SIGTERM)
+    assert finish(launchers[0])[0] == 4
+    assert launchers[1].poll() is None  # stopping one does not touch the other
+    launchers[1].send_signal(signal.SIGTERM)
+    assert finish(launchers[1])[0] == 4
+
+
+def test_torchrun_restarts_a_rank_on_the_store_of_the_dead_attempt(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["--max-restarts=1", "--monitor-interval=0.1", __file__]
+    result = subprocess.run(
+        [*command, "restart_once", "2", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+    )
+    assert result.returncode == 0, result.stderr
+    assert [facts["attempt"] for facts in notes(tmp_path, 2)] == [1, 1]
+
+
+def test_wrong_calls_are_refused():
+    with pytest.raises(ValueError, match="launch_local: world_size must be >= 1, got 0"):
+        launch_local(lambda context: 0, 0)
+    with pytest.raises(ValueError, match="launch_local: timeout_s must be > 0, got nan"):
+        launch_local(lambda context: 0, 1, timeout_s=float("nan"))
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            launch_local(lambda context: 0, 1)
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert "must be called from the main thread" in str(errors[0])
+
+
+# ---------------------------------------------------------------- pure parts
+
+
+def end(rank: int, at_s: float, kind="raised", code=1, is_effect=False) -> RankEnd:
+    return RankEnd(rank=rank, at_s=at_s, kind=kind, code=code, is_effect=is_effect)
+
+
+def test_blame_goes_to_causes_before_effects_and_to_the_earliest():
+    ends = [
+        end(0, 1.0, is_effect=True),
+        end(1, 3.0),
+        end(2, 2.0),
+        end(3, 4.0, kind="killed", code=signal.SIGKILL),  # noticed last, yet nobody's effect
+        end(4, 1.5, kind="killed", code=signal.SIGABRT),
+        end(5, 0.5, kind="returned", code=0),
+    ]
+    assert [blamed.rank for blamed in in_order_of_blame(ends)] == [3, 4, 2, 1, 0]
+
+
+def test_only_a_full_set_of_variables_makes_a_rank_of_torchrun():
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    elastic = {**rendezvous, "TORCHELASTIC_RUN_ID": "none"}
+    assert under_torchrun(elastic)
+    assert under_torchrun({**rendezvous, "LOCAL_RANK": "0", "GROUP_RANK": "0"})
+    assert not under_torchrun(rendezvous)
+    assert not under_torchrun({**rendezvous, "LOCAL_RANK": "0"})
+    for name in rendezvous:
+        assert not under_torchrun({k: v for k, v in elastic.items() if k != name})
+
+
+def test_ranks_agree_on_an_attempt_that_no_dead_rank_had():
+    world_size, store = 4, dist.HashStore()
+    # A dead attempt: rank 0 counted itself in, rank 2 said hello and was answered.
+    assert store.add("attempts", 1) == 1
+    store.set("hello/2", "dead")
+    store.set("answer/dead", "1")
+    store.set("seen/1/2", "")
+
+    def agree_all() -> list[int]:
+        got: dict[int, int] = {}
+
+        def agree(rank: int) -> None:
+            time.sleep(0.1 * rank)  # rank 0 meets the dead rank's hello first
+            got[rank] = agree_on_attempt(
+                store, rank=rank, world_size=world_size, timeout_s=PATIENCE_S
+            )
+
+        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(world_size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [got[rank] for rank in range(world_size)]
+
+    assert agree_all() == [2] * world_size
+    assert agree_all() == [3] * world_size
+
+
+def test_a_rank_that_never_arrives_is_named():
+    with pytest.raises(RuntimeError, match="waited for rank 1 to arrive"):
+        agree_on_attempt(dist.HashStore(), rank=0, world_size=2, timeout_s=0.05)
+
+
+def test_threads_follow_the_user_else_share_affinity_and_quota(monkeypatch, tmp_path):
+    quota = tmp_path / "cpu.max"
+    monkeypatch.setattr(cores, "_QUOTA_V2", quota)
+    monkeypatch.setattr(cores, "affinity_cores", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    quota.write_text("max 100000\n")
+    assert [cores.threads_per_rank(ranks) for ranks in (1, 3, 16, 64)] == [16, 5, 1, 1]
+    quota.write_text("450000 100000\n")
+    assert cores.usable_cores() == 4
+    quota.write_text("50000 100000\n")
+    assert cores.usable_cores() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "6,2")
+    assert cores.threads_per_rank(64) == 6
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert cores.threads_per_rank(64) == 1
+
+
+def test_the_device_can_be_forced_and_a_wrong_word_is_refused(monkeypatch):
+    monkeypatch.setenv("MCP_DEVICE", "cpu")
+    assert choose_device(0, 1) == torch.device("cpu")
+    monkeypatch.setenv("MCP_DEVICE", "tpu")
+    with pytest.raises(ValueError, match="MCP_DEVICE must be auto, cpu or cuda, got 'tpu'"):
+        choose_device(0, 1)
+    monkeypatch.setenv("MCP_DEVICE", "cuda")
+    with pytest.raises(ValueError, match="must have a device for each of the 4096 ranks"):
+        choose_device(0, 4096)
+
+
+if __name__ == "__main__":
+    scenario, count, where = globals()[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
+    if under_torchrun():
+        sys.exit(run_from_env(lambda context: scenario(context, where), timeout_s=PATIENCE_S))
+    sys.platform = os.environ.get("TEST_PLATFORM", sys.platform)
+    sys.exit(launch_local(lambda context: scenario(context, where), count, timeout_s=PATIENCE_S))
