@@ -133,7 +133,7 @@ class CheckpointConfig:
     """When checkpoints are written and what ``train`` starts from."""
 
     every: int = 100
-    """Steps between checkpoints; the last step always writes one."""
+    """Steps between checkpoints; the last step always writes one, and is the only one with 0."""
     keep: int = 2
     """Newest checkpoints that are kept."""
     replicas: int = 1
@@ -313,7 +313,7 @@ def _derived(train: Mapping[str, Any]) -> dict[str, Any]:
     steps, lr = train.get("steps"), train.get("lr")
     if type(steps) is int:
         derived["warmup_steps"] = max(0, min(20, steps // 10))
-    if type(lr) in (int, float) and 0 < lr <= 1e300:
+    if isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 < lr <= 1e300:
         derived["min_lr"] = lr / 10
     return derived
 

@@ -55,7 +55,7 @@ BOUNDS: dict[str, Bound] = {
     "train.freeze_step": Bound(0, 10**9),
     "train.fp32_embedding_steps": Bound(0, 10**9),
     "data.seed": _SEED,
-    "checkpoint.every": _STEPS,
+    "checkpoint.every": Bound(0, 10**9),
     "checkpoint.keep": Bound(1, 10**6),
     "checkpoint.replicas": Bound(1, 100),
     "monitor.every": _STEPS,

@@ -1,0 +1,137 @@
+"""A corpus: one flat array of tokens, cut into samples of seq_len tokens and their targets."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcp_parallel.config import DataConfig, ModelConfig
+from mcp_parallel.data import cache, files
+
+IGNORED_TARGET = -100
+"""What cross entropy skips; marks the padding of a last, short sample."""
+_PADDING = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokens and where they came from.
+
+    Sample i holds tokens ``[i * seq_len, i * seq_len + seq_len]``: neighbours share one token, so
+    every token but the first is a target once. The last sample may be short and is padded.
+    """
+
+    tokens: NDArray[Any]
+    """``[N]`` uint8, uint16 or uint32, read-only."""
+    vocab_size: int
+    """Tokens must be below it."""
+    names: tuple[str, ...] = ("tokens",)
+    """The files, in order."""
+    starts: tuple[int, ...] = (0,)
+    """Index of each file's first token."""
+
+    def num_samples(self, seq_len: int) -> int:
+        """Samples of at most ``seq_len`` targets each; 0 when there are not two tokens."""
+        return -(-max(0, len(self.tokens) - 1) // seq_len)
+
+    def sample(self, index: int, seq_len: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Sample ``index`` as ``(inputs [S], targets [S])``, int64; targets are -100 in padding.
+
+        Raises:
+            ValueError: no such sample, or a token out of the vocabulary.
+        """
+        inputs, targets = self.samples(np.array([index]), seq_len)
+        return inputs[0], targets[0]
+
+    def samples(
+        self, indices: NDArray[np.int64], seq_len: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Samples as ``(inputs [N, S], targets [N, S])``, int64.
+
+        Raises:
+            ValueError: no such sample, or a token out of the vocabulary.
+
+        Cost: copies N * (S + 1) tokens.
+        """
+        count = self.num_samples(seq_len)
+        if indices.size and not (int(indices.min()) >= 0 and int(indices.max()) < count):
+            raise ValueError(
+                f"Corpus.samples: indices must be in [0, {count}), got {int(indices.min())} to "
+                f"{int(indices.max())}; take them from sample_indices"
+            )
+        inputs = np.full((indices.size, seq_len), _PADDING, dtype=np.int64)
+        targets = np.full((indices.size, seq_len), IGNORED_TARGET, dtype=np.int64)
+        for row, index in enumerate(indices.tolist()):
+            start = index * seq_len
+            window = np.asarray(self.tokens[start : start + seq_len + 1])
+            inputs[row, : window.size - 1] = window[:-1]
+            targets[row, : window.size - 1] = window[1:]
+            if int(window.max()) >= self.vocab_size:
+                raise ValueError(self._out_of_vocabulary(start, window))
+        return inputs, targets
+
+    def _out_of_vocabulary(self, start: int, window: NDArray[Any]) -> str:
+        position = start + int(np.argmax(window >= self.vocab_size))
+        piece = bisect.bisect_right(self.starts, position) - 1
+        return (
+            f"data: tokens must be below vocab_size = {self.vocab_size}, got "
+            f"{int(self.tokens[position])} at token {position - self.starts[piece]} of "
+            f"{self.names[piece]!a}; use model.vocab_size above the largest token"
+        )
+
+
+def open_corpus(data: DataConfig, model: ModelConfig) -> Corpus:
+    """The tokens that ``data.path`` names.
+
+    None is the Python standard library's own source, the same on every machine with the same
+    Python. A folder is its text files in the order of their names, a text file is its bytes as they
+    stand, and a ``.bin`` file is flat little-endian uint16, uint32 when ``vocab_size > 65536``.
+
+    Call it before the ranks are forked: they then share the mapped pages. A folder (and the
+    standard library) is joined into one file in the user's cache, see ``data.cache``.
+
+    Raises:
+        ValueError: nothing there, fewer than two tokens, or a ``.bin`` file of broken tokens.
+        OSError: a file cannot be read.
+    """
+    if data.path is None:
+        version = f"stdlib-{platform.python_implementation().lower()}-{platform.python_version()}"
+        return _joined(version, list(files.stdlib_files()), model, "the standard library")
+    location = Path(data.path).expanduser()
+    kind = files.kind_of(data.path)
+    if kind == "folder":
+        return _joined("folder", list(files.text_files(location)), model, ascii(data.path))
+    if kind not in ("file", "tokens") or not data.path:
+        raise ValueError(
+            f"data: path must name a file or folder that exists, got {data.path!a}; "
+            "use data.path = null for the default"
+        )
+    width = files.token_width(model.vocab_size) if kind == "tokens" else 1
+    size = location.stat().st_size
+    if size % width or size < 2 * width:
+        raise ValueError(
+            f"data: {data.path!a} must hold two or more whole tokens of {width} bytes, got "
+            f"{size} bytes; write it again or use data.path = null for the default"
+        )
+    tokens = np.memmap(location, dtype=np.dtype(f"<u{width}"), mode="r")
+    return Corpus(tokens, model.vocab_size, (data.path,), (0,))
+
+
+def _joined(name: str, found: Sequence[files.TextFile], model: ModelConfig, source: str) -> Corpus:
+    if sum(file.size for file in found) < 2:
+        raise ValueError(
+            f"data: {source} must hold two or more tokens of text, got {len(found)} files without; "
+            "give another data.path"
+        )
+    tokens = cache.joined_bytes(name, found)
+    lengths = (file.size + len(cache.SEPARATOR) for file in found)
+    starts = tuple(itertools.accumulate(lengths, initial=0))[:-1]
+    return Corpus(tokens, model.vocab_size, tuple(file.name for file in found), starts)
