@@ -1,0 +1,137 @@
+"""A contiguous range of a Llama-family model: RMSNorm, RoPE, SwiGLU, grouped-query attention.
+
+Source: Touvron et al., "LLaMA" (2023); RoPE: Su et al., "RoFormer" (2021), half-rotation form.
+Letters: B = batch, S = sequence (S' = S / tp between blocks under sequence parallelism),
+D = hidden size, H = heads, K = head size, F = feed-forward size, V = vocabulary. H, F and V are
+this rank's share under tensor parallelism.
+
+This file holds only the model. Weights enter and leave a tensor-parallel region through
+``self.region`` (see ``region.py``), which is the plain single-rank one until
+``parallel/tensor.py`` replaces it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from mcp_kernels import flash_attn_func
+from mcp_parallel.config import ModelConfig
+from mcp_parallel.model.region import Region, WholeRegion
+from mcp_parallel.model.remat import Remat
+from mcp_parallel.model.rotary import rotate
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention with rotary positions; ``[B, S', D] -> [B, S', D]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.region: Region = WholeRegion()
+        self.head_size = config.hidden_size // config.num_heads
+        self.rope_theta = config.rope_theta
+        kv_size = config.num_kv_heads * self.head_size
+        self.wq = nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
+        self.wk = nn.Parameter(torch.empty(kv_size, config.hidden_size))
+        self.wv = nn.Parameter(torch.empty(kv_size, config.hidden_size))
+        self.wo = nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over the whole sequence with this rank's heads."""
+        q, k, v = self.region.enter(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
+        q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))  # [B, S, H, K]
+        q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
+        out = flash_attn_func(q, k, v, causal=True)
+        return self.region.leave(out.flatten(2), self.wo)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: ``w2 @ (silu(w1 @ x) * (w3 @ x))``; ``[B, S', D] -> [B, S', D]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.region: Region = WholeRegion()
+        self.w1 = nn.Parameter(torch.empty(config.ffn_size, config.hidden_size))
+        self.w3 = nn.Parameter(torch.empty(config.ffn_size, config.hidden_size))
+        self.w2 = nn.Parameter(torch.empty(config.hidden_size, config.ffn_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply the gated projection with this rank's columns."""
+        gate, up = self.region.enter(x, [self.w1, self.w3])  # [B, S, F]
+        return self.region.leave(silu(gate) * up, self.w2)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the hidden dim (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.empty(config.hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise each position; shape unchanged."""
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.remat = Remat()
+        self.attn_norm = RMSNorm(config)
+        self.attn = Attention(config)
+        self.ffn_norm = RMSNorm(config)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S', D] -> [B, S', D]``."""
+        return self.remat(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class LlamaStage(nn.Module):
+    """Blocks ``layers`` of the model, with the embedding and the head where this stage has them.
+
+    Parameter names carry the global block number, so they are the same in every layout. With tied
+    embeddings a stage that has the head holds ``embed`` and no ``head``.
+    """
+
+    def __init__(
+        self, config: ModelConfig, layers: range, *, has_embedding: bool, has_head: bool
+    ) -> None:
+        super().__init__()
+        self.region: Region = WholeRegion()
+        self.has_embedding = has_embedding
+        self.ties_embedding = config.tie_embeddings
+        tied_head = has_head and config.tie_embeddings
+        table = (config.vocab_size, config.hidden_size)
+        self.embed = nn.Parameter(torch.empty(table)) if has_embedding or tied_head else None
+        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        self.norm = RMSNorm(config) if has_head else None
+        self.head = nn.Parameter(torch.empty(table)) if has_head and not tied_head else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens ``[B, S]`` (first stage) or activations ``[B, S', D]`` in; logits
+        ``[B, S, V]`` (last stage) or activations out.
+        """  # noqa: D205
+        if self.has_embedding:
+            assert self.embed is not None
+            x = self.region.embed(x, self.embed)
+        for block in self.blocks.values():
+            x = block(x)
+        if self.norm is None:
+            return x
+        table = self.embed if self.head is None else self.head
+        assert table is not None
+        return self.region.enter(self.norm(x), [table])[0]
+
+
+def whole_model(config: ModelConfig) -> LlamaStage:
+    """All blocks, embedding and head in one stage."""
+    return LlamaStage(config, range(config.num_layers), has_embedding=True, has_head=True)

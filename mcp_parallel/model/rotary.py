@@ -1,0 +1,64 @@
+"""Rotary position embedding, half-rotation form (Su et al., "RoFormer", 2021).
+
+Dimension j of the first half of a head is paired with dimension j of the second half and the pair
+is turned by the angle ``position * theta ** (-2 j / K)``.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@lru_cache(maxsize=16)
+def _table(
+    seq_len: int, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine ``[S, 1, K / 2]``; angles in float64, rounded once."""
+    with torch.no_grad(), torch.inference_mode(mode=False):
+        exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
+        angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), theta**-exponent)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        return cos.to(device, dtype), sin.to(device, dtype)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    out = torch.empty_like(x)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    return out
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation's transpose is the rotation back, so backward needs no saved activation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, -1.0), None, None
+
+
+def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
+    """Turn each pair of ``x`` ``[B, S, H, K]`` by its position's angle.
+
+    Args:
+        x: queries or keys; K must be even (held by the config check).
+        theta: base of the geometric series of wavelengths.
+        start: position of ``x[:, 0]``.
+
+    Returns:
+        A new tensor like ``x``.
+    """
+    stop = start + x.shape[1]
+    cos, sin = _table(stop, x.shape[-1], theta, x.device, x.dtype)
+    return _Rotate.apply(x, cos[start:], sin[start:])  # pyright: ignore[reportReturnType]

@@ -1,0 +1,187 @@
+"""From each rank's raw gradients to the gradient of the whole batch.
+
+Micro-batch losses are divided by the global number of tokens before backward, so everything here
+is a plain sum: over tp for weights that saw a part of the sequence only, over dp for replicated
+parameters (``fully_shard`` does its own), over the two holders of a tied embedding. Sums commute,
+so their order is free; each runs once a step, on flat buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.parallelize import Stage
+from mcp_parallel.parallel.shards import Shard, is_sharded
+
+# Size of an all-reduce: large enough to run at full bandwidth, small enough that the first starts
+# while backward still runs. 25 MB is what DDP found to be a good default.
+BUCKET_BYTES = 25 * 2**20
+
+
+class GradientBuckets:
+    """Replicated gradients in flat buffers, summed over a group while backward goes on.
+
+    Each parameter's ``grad`` is a view into its bucket, so nothing is copied in or out. Buckets
+    hold parameters in reverse order of registration, which is about the order in which their
+    gradients appear, and are launched strictly in that order, so all ranks agree.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.buffers: list[Tensor] = []
+        self._waiting: list[int] = []  # gradients still missing in each bucket
+        self._sizes: list[int] = []
+        self._works: list[dist.Work] = []
+        self._armed = False
+        for bucket in _fill_buckets(list(reversed(parameters))):
+            self._add(bucket)
+
+    def _add(self, bucket: list[nn.Parameter]) -> None:
+        index = len(self.buffers)
+        buffer = torch.zeros(
+            sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device
+        )
+        start = 0
+        for parameter in bucket:
+            parameter.grad = buffer[start : start + parameter.numel()].view_as(parameter)
+            start += parameter.numel()
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self._arrived(i))
+        self.buffers.append(buffer)
+        self._sizes.append(len(bucket))
+
+    def zero(self) -> None:
+        """Forget the last step's gradients; the views stay."""
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def arm(self) -> None:
+        """Say that the next backward is the step's last: full buckets are sent from here on."""
+        self._armed = True
+        self._waiting = list(self._sizes)
+
+    def _arrived(self, index: int) -> None:
+        if not self._armed:
+            return
+        self._waiting[index] -= 1
+        while len(self._works) < len(self.buffers) and self._waiting[len(self._works)] == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        work = dist.all_reduce(self.buffers[len(self._works)], group=self.group, async_op=True)
+        self._works.append(cast("dist.Work", work))
+
+    def finish(self) -> None:
+        """Send what was not sent yet and wait for all of it."""
+        while len(self._works) < len(self.buffers):
+            self._launch()
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+        self._armed = False
+
+
+def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Consecutive parameters, ``BUCKET_BYTES`` at most unless one alone is larger."""
+    buckets: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if not buckets or size > room:
+            buckets.append([])
+            room = BUCKET_BYTES
+        buckets[-1].append(parameter)
+        room -= size
+    return buckets
+
+
+class Gradients:
+    """All gradient sums of a rank's stages."""
+
+    def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.shards = [shard for stage in stages for shard in stage.shards]
+        dp_group = mesh.group("dp")
+        self.buckets: GradientBuckets | None = None
+        if dp_group is not None and not is_sharded(mesh.layout):
+            self.buckets = GradientBuckets([s.parameter for s in self.shards], dp_group)
+        self.partial = [s for s in self.shards if s.grad_partial_over_tp]
+        self.tied = find_tied(stages, mesh)
+
+    def zero(self) -> None:
+        """Start a step."""
+        if self.buckets is not None:
+            self.buckets.zero()
+            return
+        for shard in self.shards:
+            shard.parameter.grad = None
+
+    def before_last_backward(self) -> None:
+        """Say that the next micro-batch is the step's last."""
+        if self.buckets is not None:
+            self.buckets.arm()
+
+    def finish(self) -> None:
+        """Complete the sums; collective over the mesh. Local gradients are final after it."""
+        if self.buckets is not None:
+            self.buckets.finish()
+        if self.partial:
+            sum_over_group([_grad(s) for s in self.partial], self.mesh.group("tp"))
+        if self.tied is not None:
+            sum_tied(_grad(self.tied), self.mesh)
+
+
+def _grad(shard: Shard) -> Tensor:
+    grad = shard.local_grad
+    if grad is None:
+        # A parameter without a gradient on this rank (an empty shard) still takes part in sums.
+        shard.parameter.grad = torch.zeros_like(shard.parameter)
+        grad = shard.local_grad
+        assert grad is not None
+    return grad
+
+
+def find_tied(stages: Sequence[Stage], mesh: Mesh) -> Shard | None:
+    """The tied embedding, if this rank holds one of two copies of it."""
+    if mesh.layout.pp == 1:
+        return None
+    return next(
+        (
+            shard
+            for stage in stages
+            for shard in stage.shards
+            if shard.name == "embed" and stage.model.ties_embedding
+        ),
+        None,
+    )
+
+
+def sum_over_group(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum small tensors over ``group`` in place, as one message."""
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    dist.all_reduce(flat, group=group)
+    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def sum_tied(grad: Tensor, mesh: Mesh) -> None:
+    """Add the gradients of the two copies of a tied embedding, first stage and last.
+
+    Both ranks add first + last, in that order, so the copies stay equal bit for bit.
+    """
+    is_first = mesh.coordinate.pp == 0
+    peer = mesh.peer_at_stage(mesh.layout.pp - 1 if is_first else 0)
+    theirs = torch.empty_like(grad)
+    group = mesh.group("pp")
+    exchange = [
+        dist.P2POp(dist.isend, grad.contiguous(), peer, group),
+        dist.P2POp(dist.irecv, theirs, peer, group),
+    ]
+    for work in dist.batch_isend_irecv(exchange):
+        work.wait()
+    grad.copy_(grad + theirs if is_first else theirs + grad)

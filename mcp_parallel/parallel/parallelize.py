@@ -1,0 +1,143 @@
+"""The one place that says in which order parallelism is applied to a model.
+
+1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
+2. tensor: cut each weight to this rank's part and give the layers their region;
+3. activation checkpointing policy on each block;
+4. values: block by block, so that no more than one block is ever whole on a rank;
+5. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
+
+Each step sees what the earlier ones left and nothing of the later ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from mcp_parallel.config import Config, ModelConfig
+from mcp_parallel.layout import split_layers
+from mcp_parallel.model.init import fill_shard, parameter_std
+from mcp_parallel.model.llama import Attention, Block, FeedForward, LlamaStage, whole_model
+from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.shards import (
+    Shard,
+    empty_parameter,
+    is_sharded,
+    iter_shards,
+    tensor_rectangle,
+)
+from mcp_parallel.parallel.tensor import TensorRegion
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage on this rank, ready to train."""
+
+    index: int
+    model: LlamaStage
+    shards: list[Shard]
+    is_first: bool
+    is_last: bool
+
+
+def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Whole shape of every parameter of the model, by name, in a fixed order."""
+    with torch.device("meta"):
+        model = whole_model(config)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
+    """This rank's stages of the model, parallelised and initialised.
+
+    Interleaved schedules place stage s on pipeline rank ``s % pp``; otherwise there is one stage a
+    rank.
+    """
+    layout = mesh.layout
+    ranges = split_layers(config.model.num_layers, layout.num_stages)
+    shapes = global_shapes(config.model)
+    stages = []
+    for index in range(mesh.coordinate.pp, layout.num_stages, layout.pp):
+        is_first, is_last = index == 0, index == layout.num_stages - 1
+        with torch.device("meta"):
+            model = LlamaStage(
+                config.model, ranges[index], has_embedding=is_first, has_head=is_last
+            )
+        _cut_weights(model, shapes, mesh, DTYPES[config.train.precision])
+        _set_regions(model, config, mesh)
+        for block in model.blocks.values():
+            assert isinstance(block, Block)
+            block.remat.policy = config.memory.activation_checkpointing
+        _give_values_and_shard(model, shapes, config, mesh)
+        tied_copy = is_last and not is_first and config.model.tie_embeddings
+        shards = list(iter_shards(model, shapes, mesh, is_tied_copy=tied_copy))
+        stages.append(Stage(index, model, shards, is_first, is_last))
+    return stages
+
+
+def _cut_weights(
+    model: nn.Module, shapes: dict[str, tuple[int, ...]], mesh: Mesh, dtype: torch.dtype
+) -> None:
+    for name, _ in list(model.named_parameters()):
+        _, sizes = tensor_rectangle(name, shapes[name], mesh.layout.tp, mesh.coordinate.tp)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, empty_parameter(sizes, dtype))
+
+
+def _set_regions(model: nn.Module, config: Config, mesh: Mesh) -> None:
+    group = mesh.group("tp")
+    if group is None:
+        return
+    region = TensorRegion(
+        group, config.model.vocab_size, sequence_parallel=mesh.layout.sequence_parallel
+    )
+    for module in model.modules():
+        if isinstance(module, LlamaStage | Attention | FeedForward):
+            module.region = region
+
+
+def _give_values_and_shard(
+    model: LlamaStage, shapes: dict[str, tuple[int, ...]], config: Config, mesh: Mesh
+) -> None:
+    for layer, block in model.blocks.items():
+        _give_values(block, f"blocks.{layer}.", shapes, config, mesh)
+        if is_sharded(mesh.layout):
+            _shard(block, mesh, free_after_forward=mesh.layout.zero == 3)
+    _give_values(model, "", shapes, config, mesh)
+    if is_sharded(mesh.layout):
+        # Embedding, last norm and head: the last forward use is just before the first backward one.
+        _shard(model, mesh, free_after_forward=False)
+
+
+def _give_values(
+    module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], config: Config, mesh: Mesh
+) -> None:
+    """Allocate and fill the parameters of ``module`` that have no memory yet."""
+    for relative, parameter in list(module.named_parameters()):
+        if not parameter.is_meta:
+            continue
+        name = prefix + relative
+        offsets, sizes = tensor_rectangle(name, shapes[name], mesh.layout.tp, mesh.coordinate.tp)
+        values = torch.empty(sizes, dtype=parameter.dtype, device=mesh.device)
+        std = parameter_std(name, config.model)
+        fill_shard(values, name, shapes[name], offsets, seed=config.train.seed, std=std)
+        owner, _, leaf = relative.rpartition(".")
+        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+
+
+def _shard(module: nn.Module, mesh: Mesh, *, free_after_forward: bool) -> None:
+    """ZeRO by ``fully_shard``: 1 and 2 keep parameters whole through the step, 3 frees them.
+
+    What tells 1 from 2, when gradients are reduced, is the executor's choice for each micro-batch.
+    """
+    assert mesh.device_mesh is not None
+    fully_shard(module, mesh=mesh.device_mesh["dp"], reshard_after_forward=free_after_forward)
+    assert isinstance(module, FSDPModule)
+    # The loss is already divided by the global number of tokens, so gradients are summed as is.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,1 @@
+"""Proof that every layout computes the same training run: cases, measurement, verdict."""

@@ -1,0 +1,124 @@
+"""The matrix: layouts and variations that must train alike. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
+
+GLOBAL_BATCH = 8
+STEPS = 5
+# Most ranks that a case needs.
+WORLD_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Variation:
+    """What is trained, apart from the layout; each has a one-process run to be compared with."""
+
+    name: str = "plain"
+    tie_embeddings: bool = False
+    extra_vocab: int = 0
+    num_layers: int | None = None
+    padding: bool = False
+    """Row r of the global batch loses the targets after a length of its own."""
+    clip_norm: float = 0.0
+
+
+PLAIN = Variation()
+TIED = Variation("tied", tie_embeddings=True)
+ODD_VOCAB = Variation("odd-vocab", extra_vocab=1)
+FIVE_LAYERS = Variation("5-layers", num_layers=5)
+PADDED = Variation("padded", padding=True)
+# Far below any gradient norm seen at initialisation, so that every step is clipped.
+CLIPPED = Variation("clipped", clip_norm=0.05)
+TIED_CLIPPED = Variation("tied-clipped", tie_embeddings=True, clip_norm=0.05)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, what it trains, and in how many micro-batches a replica takes its rows."""
+
+    name: str
+    layout: Layout
+    variation: Variation = PLAIN
+    microbatches: int = 1
+
+    def configure(self, base: Config, precision: str) -> Config:
+        """``base`` with this case's model variation, layout and batch."""
+        v, layout = self.variation, self.layout
+        model = replace(
+            base.model,
+            tie_embeddings=v.tie_embeddings,
+            vocab_size=base.model.vocab_size + v.extra_vocab,
+            num_layers=v.num_layers or base.model.num_layers,
+        )
+        parallel = replace(
+            base.parallel,
+            dp=layout.dp,
+            tp=layout.tp,
+            pp=layout.pp,
+            zero=layout.zero,
+            schedule=layout.schedule,
+            virtual_stages=layout.virtual_stages,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        train = replace(
+            base.train,
+            steps=STEPS,
+            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=GLOBAL_BATCH // layout.dp // self.microbatches,
+            warmup_steps=1,
+            clip_norm=v.clip_norm,
+            precision=precision,
+        )
+        return replace(base, model=model, parallel=parallel, train=train)
+
+    def reference(self) -> Case:
+        """The same training on one process in one micro-batch."""
+        return Case(f"one process, {self.variation.name}", Layout(), self.variation)
+
+
+def _case(name: str, variation: Variation = PLAIN, microbatches: int = 1, **layout: object) -> Case:
+    return Case(name, Layout(**layout), variation, microbatches)  # pyright: ignore[reportArgumentType]
+
+
+MATRIX = (
+    _case("dp2", dp=2),
+    _case("dp4", dp=4),
+    _case("dp2 accumulate2", microbatches=2, dp=2),
+    _case("zero1", microbatches=2, dp=2, zero=1),
+    _case("zero2", microbatches=2, dp=2, zero=2),
+    _case("zero3", microbatches=2, dp=2, zero=3),
+    _case("tp2", tp=2),
+    _case("tp4", tp=4),
+    _case("tp2 no-sp", tp=2, sequence_parallel=False),
+    _case("pp2 gpipe", microbatches=4, pp=2, schedule="gpipe"),
+    _case("pp2 1f1b", microbatches=4, pp=2),
+    _case("pp2 interleaved", microbatches=4, pp=2, schedule="interleaved", virtual_stages=2),
+    _case("pp4", microbatches=4, pp=4),
+    _case("dp2tp2", dp=2, tp=2),
+    _case("dp2tp2 zero3", dp=2, tp=2, zero=3),
+    _case("dp2pp2", microbatches=2, dp=2, pp=2),
+    _case("dp2pp2 zero1", microbatches=2, dp=2, pp=2, zero=1),
+    _case("tp2pp2", microbatches=2, tp=2, pp=2),
+    _case("dp2tp2pp2", microbatches=2, dp=2, tp=2, pp=2),
+    _case("dp2tp2pp2 zero3", microbatches=2, dp=2, tp=2, pp=2, zero=3),
+    _case("tied tp2", TIED, tp=2),
+    _case("tied pp2", TIED, microbatches=2, pp=2),
+    _case("tied zero2", TIED, dp=2, zero=2),
+    _case("tied dp2tp2pp2 zero1", TIED, microbatches=2, dp=2, tp=2, pp=2, zero=1),
+    _case("odd-vocab tp2", ODD_VOCAB, tp=2),
+    _case("odd-vocab tp4 no-sp", ODD_VOCAB, tp=4, sequence_parallel=False),
+    _case("odd-vocab dp2tp2 zero3", ODD_VOCAB, dp=2, tp=2, zero=3),
+    _case("5-layers pp2", FIVE_LAYERS, microbatches=2, pp=2),
+    _case("5-layers dp2tp2pp2", FIVE_LAYERS, microbatches=2, dp=2, tp=2, pp=2),
+    _case("padded dp4", PADDED, dp=4),
+    _case("padded pp2", PADDED, microbatches=4, pp=2),
+    _case("padded dp2tp2pp2", PADDED, microbatches=2, dp=2, tp=2, pp=2),
+    _case("clipped zero3", CLIPPED, dp=2, zero=3),
+    _case("clipped tied pp4", TIED_CLIPPED, microbatches=4, pp=4),
+    _case("clipped dp2tp2pp2", CLIPPED, microbatches=2, dp=2, tp=2, pp=2),
+)
+"""All cases, in the order of the table."""

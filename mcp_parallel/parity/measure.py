@@ -1,0 +1,110 @@
+"""Run one case and collect what is compared: losses, norms, every parameter's update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcp_parallel.config import Config
+from mcp_parallel.data.batch import BatchSource
+from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.model.region import IGNORED
+from mcp_parallel.optim.schedule import learning_rate
+from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
+from mcp_parallel.parallel.parallelize import DTYPES, global_shapes
+from mcp_parallel.parallel.shards import Shard
+from mcp_parallel.parity.cases import STEPS, Case
+from mcp_parallel.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One case's run, on rank 0."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    updates: dict[str, Tensor]
+    """Parameter name -> whole tensor of what 5 steps changed."""
+
+
+class Meshes:
+    """Meshes of one worker set, each set of process groups made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[int, int, int], Mesh | None] = {}
+
+    def get(self, case: Case) -> Mesh | None:
+        """This rank's mesh for the case, None where the case does not use the rank. Collective."""
+        layout = case.layout
+        key = (layout.pp, layout.dp, layout.tp)
+        if key not in self._made:
+            self._made[key] = build_mesh(layout, self._device)
+        mesh = self._made[key]
+        return None if mesh is None else replace(mesh, layout=layout)
+
+
+def measure(
+    case: Case, base: Config, corpus: Corpus, meshes: Meshes, precision: str
+) -> Measurement | None:
+    """Train the case for a few steps; collective over the worker set, a result on rank 0 alone."""
+    mesh = meshes.get(case)
+    if mesh is None:
+        return None
+    config = case.configure(base, precision)
+    step = TrainingStep(config, mesh)
+    source = BatchSource(
+        corpus, config.data.seed, config.model.seq_len, config.train.global_batch_size
+    )
+    before = {id(shard): shard.local.clone() for shard in step.shards}
+    losses, norms = [], []
+    for index in range(STEPS):
+        inputs, targets = source.batch(index, step.rows())
+        if case.variation.padding:
+            pad_rows(targets, step.rows())
+        result = step(
+            torch.from_numpy(inputs), torch.from_numpy(targets), learning_rate(index, config.train)
+        )
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+    changes = [(shard, shard.local - before[id(shard)]) for shard in step.shards]
+    updates = _gather(changes, global_shapes(config.model), DTYPES[precision], mesh)
+    return Measurement(losses, norms, updates) if is_main() else None
+
+
+def pad_rows(targets: np.ndarray, rows: range) -> None:
+    """Ignore the tail of each row in place; row r keeps a length that depends on r alone.
+
+    Lengths run from a few tokens to all but a few, so data-parallel ranks and micro-batches hold
+    very different numbers of valid tokens.
+    """
+    length = targets.shape[1]
+    for index, row in enumerate(rows):
+        targets[index, 3 + (row * row * 17) % (length - 3) :] = IGNORED
+
+
+def _gather(
+    changes: list[tuple[Shard, Tensor]],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    mesh: Mesh,
+) -> dict[str, Tensor]:
+    """Whole tensors from every rank's counted parts, by a sum over zeros elsewhere."""
+    whole = {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()}
+    for shard, change in changes:
+        if shard.counted_here:
+            target = whole[shard.name]
+            for dim, (start, length) in enumerate(zip(shard.offsets, change.shape, strict=True)):
+                target = target.narrow(dim, min(start, target.shape[dim]), length)
+            target.copy_(change)
+    if mesh.world is not None:
+        flat = torch.cat([tensor.reshape(-1) for tensor in whole.values()])
+        dist.all_reduce(flat, group=mesh.world)
+        parts = flat.split([tensor.numel() for tensor in whole.values()])
+        for tensor, part in zip(whole.values(), parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+    return whole

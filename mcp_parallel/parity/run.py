@@ -1,0 +1,74 @@
+"""The whole matrix in one worker set: rank 0 keeps the references, judges and prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+
+from mcp_parallel.config import Config
+from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.errors import FAILED, OK
+from mcp_parallel.launch.context import RankContext
+from mcp_parallel.parity.cases import Case, Variation
+from mcp_parallel.parity.measure import Measurement, Meshes, measure
+from mcp_parallel.parity.verdict import Row, judge
+
+_COLUMNS = f"{'layout':26} {'':5} {'loss diff':>10} {'norm diff':>10} {'update diff':>11}"
+
+
+def run_matrix(
+    base: Config,
+    corpus: Corpus,
+    context: RankContext,
+    cases: Sequence[Case],
+    precisions: Sequence[str],
+    *,
+    as_json: bool,
+) -> int:
+    """Measure and judge each case; collective over the worker set.
+
+    Returns:
+        ``OK``, or ``FAILED`` on rank 0 when a case fell out of its tolerance (the other ranks
+        have no verdict and return ``OK``).
+    """
+    meshes = Meshes(context.device)
+    references: dict[tuple[Variation, str], Measurement] = {}
+    rows: list[Row] = []
+    if context.rank == 0 and not as_json:
+        print(_COLUMNS, flush=True)  # noqa: T201
+    for precision in precisions:
+        for case in cases:
+            key = (case.variation, precision)
+            if context.rank == 0 and key not in references:
+                alone = measure(case.reference(), base, corpus, meshes, precision)
+                assert alone is not None
+                references[key] = alone
+            got = measure(case, base, corpus, meshes, precision)
+            if context.rank == 0:
+                assert got is not None
+                rows.append(judge(case.name, precision, got, references[key]))
+                if not as_json:
+                    print(format_row(rows[-1]), flush=True)  # noqa: T201
+    return _report(rows, as_json=as_json) if context.rank == 0 else OK
+
+
+def format_row(row: Row) -> str:
+    """One line of the table; a failed case names the parameter that differs most."""
+    verdict = "ok" if row.passed else f"FAILED (largest in {row.worst_parameter})"
+    return (
+        f"{row.case:26} {row.precision:5} {row.loss_diff:10.1e} {row.grad_norm_diff:10.1e} "
+        f"{row.update_diff:11.1e}  {verdict}"
+    )
+
+
+def _report(rows: Sequence[Row], *, as_json: bool) -> int:
+    failed = [row for row in rows if not row.passed]
+    if as_json:
+        json.dump({"ok": not failed, "rows": [row.to_mapping() for row in rows]}, sys.stdout)
+        print(flush=True)  # noqa: T201
+    else:
+        names = ", ".join(f"{row.case} ({row.precision})" for row in failed)
+        verdict = f"{len(failed)} of {len(rows)} differ: {names}" if failed else "all equal"
+        print(f"{len(rows)} runs, {verdict}", flush=True)  # noqa: T201
+    return FAILED if failed else OK

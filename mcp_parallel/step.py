@@ -1,0 +1,130 @@
+"""One training step, the same in every layout: forward, backward, sums, clip, update."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcp_parallel.config import Config
+from mcp_parallel.model.region import IGNORED
+from mcp_parallel.optim.adamw import AdamW
+from mcp_parallel.optim.clip import clip_factor, local_square_sum, scale_gradients
+from mcp_parallel.parallel.execute import build_executor
+from mcp_parallel.parallel.gradients import Gradients
+from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.parallelize import build_stages
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What all ranks know alike after a step."""
+
+    loss: float
+    """Mean loss over the valid tokens of the global batch, nats a token, before the update."""
+    grad_norm: float
+    """Norm of the global gradient before clipping."""
+    num_tokens: int
+    """Valid tokens in the global batch."""
+    stop_requested: bool
+    """Some rank was asked to stop."""
+
+    @property
+    def is_finite(self) -> bool:
+        """False when the loss or the gradient is NaN or infinite; then nothing was updated."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class TrainingStep:
+    """The model of one rank and everything that a step does to it."""
+
+    def __init__(self, config: Config, mesh: Mesh) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.stages = build_stages(config, mesh)
+        self.shards = [shard for stage in self.stages for shard in stage.shards]
+        self.gradients = Gradients(self.stages, mesh)
+        self.executor = build_executor(self.stages, config, mesh, self.gradients, self._loss)
+        self.optimizer = AdamW(self.shards, config.train)
+        self._tokens = _TokenCount(mesh)
+        self._region = self.stages[-1].model.region
+
+    def rows(self) -> range:
+        """The rows of the global batch that this rank's data-parallel replica trains on."""
+        share = self.config.train.global_batch_size // self.mesh.layout.dp
+        return range(self.mesh.coordinate.dp * share, (self.mesh.coordinate.dp + 1) * share)
+
+    def __call__(
+        self, inputs: Tensor, targets: Tensor, lr: float, *, stop: bool = False
+    ) -> StepResult:
+        """Train on one global batch; collective over the mesh.
+
+        Args:
+            inputs: this replica's rows, int64 ``[rows, S]``.
+            targets: next tokens, int64 ``[rows, S]``, ``IGNORED`` where there is none.
+            lr: learning rate of this update.
+            stop: this rank was asked to stop; every rank learns of it in the result.
+        """
+        self._tokens.start((targets != IGNORED).sum())
+        self.gradients.zero()
+        loss = self.executor.run(inputs, targets)
+        self.gradients.finish()
+        result = self._totals(loss, stop)
+        if result.is_finite:
+            factor = clip_factor(result.grad_norm, self.config.train.clip_norm)
+            scale_gradients(self.shards, factor)
+            self.optimizer.step(lr)
+        return result
+
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """A micro-batch's share of the mean over the global batch's valid tokens.
+
+        Dividing before backward by the global count is what makes gradients plain sums in every
+        layout, unequal padding included.
+        """
+        return self._region.cross_entropy(logits, targets) / self._tokens.total()
+
+    def _totals(self, loss: Tensor, stop: bool) -> StepResult:
+        """Squared norm, loss and stop flag summed over all ranks, in one message."""
+        # Each tp rank of a last stage computed the same loss; one of them counts.
+        loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
+        sums = torch.stack(
+            [
+                local_square_sum(self.shards),
+                loss_here.double().cpu(),
+                torch.tensor(float(stop), dtype=torch.float64),
+            ]
+        )
+        if self.mesh.world is not None:
+            sums = sums.to(self.mesh.device)
+            dist.all_reduce(sums, group=self.mesh.world)
+        square_sum, total_loss, stops = sums.tolist()
+        norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
+        return StepResult(total_loss, norm, self._tokens.total(), stops > 0)
+
+
+class _TokenCount:
+    """Valid tokens of the global batch; the sum over dp travels while the forward runs."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._group = mesh.group("dp")
+        self._device = mesh.device
+        self._count = torch.zeros((), dtype=torch.int64)
+        self._work: dist.Work | None = None
+        self._total: int | None = None
+
+    def start(self, local: Tensor) -> None:
+        self._total = None
+        self._count = local.to(self._device)
+        if self._group is not None:
+            self._work = dist.all_reduce(self._count, group=self._group, async_op=True)
+
+    def total(self) -> int:
+        if self._total is None:
+            if self._work is not None:
+                self._work.wait()
+            self._total = max(1, int(self._count.item()))
+        return self._total

@@ -1,0 +1,107 @@
+"""The training run: data, step, record, checkpoint, until it is done or asked to stop."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from mcp_parallel.config import Config
+from mcp_parallel.data.batch import BatchSource
+from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.launch.context import RankContext
+from mcp_parallel.layout import Layout
+from mcp_parallel.monitor.monitor import Monitor
+from mcp_parallel.optim.schedule import learning_rate
+from mcp_parallel.parallel.mesh import build_mesh
+from mcp_parallel.snapshot import load_step, save_step
+from mcp_parallel.step import StepResult, TrainingStep
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Every rank of the layout makes one with the same arguments (its own ``context`` apart) and
+    calls ``fit``.
+
+    Args:
+        config: the run, already checked (``mcp_parallel.check``).
+        context: this rank, its process group joined.
+        corpus: the tokens to train on.
+        run_dir: where metrics and checkpoints go.
+        resume_from: a step directory that verified, of any layout, or None for a new run.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        context: RankContext,
+        corpus: Corpus,
+        run_dir: Path,
+        resume_from: Path | None = None,
+    ) -> None:
+        self.config = config
+        self.context = context
+        mesh = build_mesh(Layout.from_config(config.parallel), context.device)
+        if mesh is None:
+            raise ValueError(
+                f"Trainer: world size must be {Layout.from_config(config.parallel).world_size} "
+                f"for this layout, got {context.world_size}"
+            )
+        self.train_step = TrainingStep(config, mesh)
+        self.data = BatchSource(
+            corpus, config.data.seed, config.model.seq_len, config.train.global_batch_size
+        )
+        self.run_dir = Path(run_dir)
+        self.step = 0
+        if resume_from is not None:
+            self.step = load_step(resume_from, self.train_step)
+        self.monitor = Monitor(
+            config, self.run_dir, start_step=self.step, is_main=context.rank == 0
+        )
+
+    def fit(self) -> int:
+        """Train to ``train.steps``; returns an exit status (see ``mcp_parallel.errors``).
+
+        A stop that any rank was asked for ends the step in flight, writes a checkpoint and returns
+        ``STOPPED``. A loss or gradient that is not finite returns ``DIVERGED``: the step is not
+        applied and nothing is saved over the last good checkpoint.
+        """
+        status = OK
+        while self.step < self.config.train.steps:
+            result = self._train_one_step()
+            if not result.is_finite:
+                status = DIVERGED
+                break
+            self.step += 1
+            if result.stop_requested:
+                status = STOPPED
+                break
+            if self._is_checkpoint_due():
+                self._save()
+        if status == STOPPED:
+            self._save()
+        self.monitor.close(status)
+        return status
+
+    def _train_one_step(self) -> StepResult:
+        start = time.perf_counter()
+        inputs, targets = self.data.batch(self.step, self.train_step.rows())
+        lr = learning_rate(self.step, self.config.train)
+        result = self.train_step(
+            torch.from_numpy(inputs).to(self.context.device),
+            torch.from_numpy(targets).to(self.context.device),
+            lr,
+            stop=self.context.stop_requested(),
+        )
+        self.monitor.record(self.step, result, lr, time.perf_counter() - start)
+        return result
+
+    def _is_checkpoint_due(self) -> bool:
+        every = self.config.checkpoint.every
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _save(self) -> None:
+        save_step(self.run_dir, self.step, self.train_step)

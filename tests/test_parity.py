@@ -1,0 +1,141 @@
+"""Every layout trains alike, and the proof of it goes red when a layout is broken on purpose."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mcp_parallel.config import Config
+from mcp_parallel.parity.cases import MATRIX
+from mcp_parallel.parity.verdict import TOLERANCE
+
+# Each mutation is one line that somebody could forget; its case must fall out of tolerance.
+MUTATIONS = {
+    "stage left out of the norm": ("pp2 1f1b", "grad_norm_diff"),
+    "replica counted twice in the norm": ("tp2", "grad_norm_diff"),
+    "tied embedding not summed": ("tied pp2", "update_diff"),
+    "token weighting dropped": ("padded dp4", "loss_diff"),
+    "token weighting dropped in the pipeline": ("padded pp2", "loss_diff"),
+    "norm weights not summed over tp": ("tp2", "update_diff"),
+    "data-parallel sum forgotten": ("dp2", "grad_norm_diff"),
+    "last layer lost": ("5-layers pp2", "loss_diff"),
+}
+
+SCRIPT = r"""
+import dataclasses, json, os, sys, unittest.mock as mock
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+from mcp_parallel import step
+from mcp_parallel.config import Config
+from mcp_parallel.data.corpus import open_corpus
+from mcp_parallel.launch.local import launch_local
+from mcp_parallel.model.region import IGNORED
+from mcp_parallel.parallel import gradients, parallelize, shards
+from mcp_parallel.parity.cases import MATRIX
+from mcp_parallel.parity.run import run_matrix
+
+base = Config.from_mapping({"model": {
+    "preset": None, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4,
+    "ffn_size": 48, "vocab_size": 256, "seq_len": 32}})
+corpus = open_corpus(base.data, base.model)
+square_sum, iter_shards = step.local_square_sum, parallelize.iter_shards
+
+def first_rank_only(shards):
+    return square_sum(shards) if dist.get_rank() == 0 else 0 * square_sum(shards)
+
+def counted_everywhere(shards):
+    return square_sum([dataclasses.replace(s, counted_here=True) for s in shards])
+
+def mean_of_means(self, logits, targets):
+    parts = self.config.train.global_batch_size // self.config.train.micro_batch_size
+    return self._region.cross_entropy(logits, targets) / (targets != IGNORED).sum() / parts
+
+class NoSum(gradients.GradientBuckets):
+    def _launch(self):
+        self._works.append(mock.Mock())
+
+def lose_last(num_layers, num_stages):
+    each = num_layers // num_stages
+    return [range(i * each, (i + 1) * each) for i in range(num_stages)]
+
+MUTANTS = {
+    "stage left out of the norm": (step, "local_square_sum", first_rank_only),
+    "replica counted twice in the norm": (step, "local_square_sum", counted_everywhere),
+    "tied embedding not summed": (gradients, "sum_tied", lambda grad, mesh: None),
+    "token weighting dropped": (step.TrainingStep, "_loss", mean_of_means),
+    "token weighting dropped in the pipeline": (step.TrainingStep, "_loss", mean_of_means),
+    "norm weights not summed over tp": (gradients, "sum_over_group", lambda tensors, group: None),
+    "data-parallel sum forgotten": (gradients, "GradientBuckets", NoSum),
+    "last layer lost": (parallelize, "split_layers", lose_last),
+}
+wanted = json.loads(sys.argv[1])
+by_name = {case.name: case for case in MATRIX}
+
+def run(name, folder):
+    case = by_name[name]
+    def entry(context):
+        sys.stdout = open(f"{folder}/{context.rank}", "w")
+        run_matrix(base, corpus, context, [case], ["fp64"], as_json=True)
+        sys.stdout.flush()
+        return 0
+    assert launch_local(entry, case.layout.world_size) == 0
+    return json.loads(open(f"{folder}/0").read())
+
+results = {}
+for name in sorted(set(wanted.values())):
+    results[name] = run(name, sys.argv[2])
+for mutation, case in wanted.items():
+    with mock.patch.object(*MUTANTS[mutation]):
+        results[mutation] = run(case, sys.argv[2])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    wanted = {mutation: case for mutation, (case, _) in MUTATIONS.items()}
+    folder = tmp_path_factory.mktemp("parity")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(wanted), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", sorted({case for case, _ in MUTATIONS.values()}))
+def test_unbroken_layouts_pass(results, case):
+    assert results[case]["ok"], results[case]
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_broken_layout_is_found(results, mutation):
+    case, figure = MUTATIONS[mutation]
+    result = results[mutation]
+    assert not result["ok"], result
+    [row] = result["rows"]
+    limits = {"loss_diff": "loss", "grad_norm_diff": "grad_norm", "update_diff": "update"}
+    # Far outside, so that a matrix with looser bounds would see it too.
+    assert row[figure] > 1e3 * getattr(TOLERANCE["fp64"], limits[figure]), row
+
+
+def test_matrix_holds_what_was_promised():
+    names = {case.name for case in MATRIX}
+    assert len(names) == len(MATRIX) >= 30
+    layouts = [case.layout for case in MATRIX]
+    assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.schedule for layout in layouts} == {"gpipe", "1f1b", "interleaved"}
+    assert {"tied", "odd-vocab", "5-layers", "padded", "clipped"} <= {
+        case.variation.name for case in MATRIX
+    }
+
+
+@pytest.mark.parametrize("case", MATRIX, ids=lambda case: case.name)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_every_case_is_a_legal_configuration(case, precision):
+    from mcp_parallel.check import check
+
+    check(case.configure(Config(), precision))
