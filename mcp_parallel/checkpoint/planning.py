@@ -141,10 +141,10 @@ def plan_save(entries: Sequence[Sequence[BoxEntry]]) -> SavePlacement:
 
 def _merge(
     entries: Sequence[Sequence[BoxEntry]],
-) -> tuple[dict[_Key, BoxEntry], dict[_Key, list[int]]]:
+) -> tuple[dict[_Key, BoxEntry], dict[_Key, set[int]]]:
     """Boxes that hold something by (name, offsets), and the ranks that hold each."""
     boxes: dict[_Key, BoxEntry] = {}
-    holders: dict[_Key, list[int]] = {}
+    holders: dict[_Key, set[int]] = {}
     seen: dict[str, BoxEntry] = {}
     for rank, held in enumerate(entries):
         for entry in held:
@@ -162,9 +162,7 @@ def _merge(
                     f"replicas of {entry.name} at {list(entry.offsets)} must have one size, "
                     f"got {list(boxes[key].sizes)} and {list(entry.sizes)} (rank {rank})"
                 )
-            ranks = holders.setdefault(key, [])
-            if not ranks or ranks[-1] != rank:
-                ranks.append(rank)
+            holders.setdefault(key, set()).add(rank)
     _check_all_covered(seen, boxes)
     return boxes, holders
 
@@ -180,7 +178,7 @@ def _check_all_covered(seen: Mapping[str, BoxEntry], boxes: Mapping[_Key, BoxEnt
 
 
 def _choose_writers(
-    boxes: Mapping[_Key, BoxEntry], holders: Mapping[_Key, list[int]], num_ranks: int
+    boxes: Mapping[_Key, BoxEntry], holders: Mapping[_Key, set[int]], num_ranks: int
 ) -> dict[_Key, int]:
     """The writer of each box: those with the least choice first, then the largest first."""
     planned_bytes = [0] * num_ranks

@@ -190,21 +190,23 @@ def commit_dir(tmp: Path, final: Path) -> None:
 
     Raises:
         CheckpointError: ``final`` is something else than a folder.
+        OSError: the system refused; names are as they were before.
     """
-    old = None
     if final.is_symlink() or (final.exists() and not final.is_dir()):
         raise CheckpointError(f"checkpoint {final} must be a folder or not there yet")
-    if final.exists():
-        # Only when a run was resumed from an older step and reaches this one again.
-        old = final.with_name(f"{final.name}.tmp-{new_nonce()}")
+    # A folder is there only when a run was resumed from an older step and reaches this one again.
+    old = final.with_name(f"{final.name}.tmp-{new_nonce()}") if final.exists() else None
+    if old is not None:
         os.rename(final, old)
     try:
         os.rename(tmp, final)
+        fsync_dir(final.parent)
     except OSError:
+        if final.exists():
+            os.rename(final, tmp)
         if old is not None:
             os.rename(old, final)
         raise
-    fsync_dir(final.parent)
     if old is not None:
         shutil.rmtree(old, ignore_errors=True)
 
