@@ -1,0 +1,103 @@
+// The torch side of onebit_compress on CPU: check, allocate, pick the instruction set, register.
+#include "cpu/onebit_compress.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "common/check.h"
+#include "common/isa.h"
+#include "common/target.h"
+
+namespace mcp {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Elements worth a thread of their own: ~20 us of work, ten times what waking a thread costs.
+constexpr int64_t kGrainElements = 65536;
+
+template <class Args>
+using Body = void (*)(const Args&, int64_t first, int64_t last);
+
+template <class Args>
+Body<Args> pick(Body<Args> scalar, Body<Args> avx2, Body<Args> avx512) {
+  const Isa isa = current_isa();
+  if (isa >= Isa::kAvx512) return avx512;
+  return isa >= Isa::kAvx2 ? avx2 : scalar;
+}
+
+template <class Args>
+void run(Body<Args> body, const Args& args) {
+  const int64_t num_blocks = ceil_div(args.numel, args.block_size);
+  if (num_blocks == 0) return;
+  const int64_t grain = std::max<int64_t>(1, kGrainElements / args.block_size);
+  torch::stable::parallel_for(0, num_blocks, grain,
+                              [&](int64_t first, int64_t last) { body(args, first, last); });
+}
+
+std::tuple<Tensor, Tensor> onebit_compress(Tensor x, Tensor error, int64_t block_size) {
+  constexpr const char* kOp = "onebit_compress";
+  const FloatType x_type = float_type(kOp, x);
+  const int64_t numel = x.numel();
+  check_block_size(kOp, block_size);
+  check_dtype(kOp, "error", error, ScalarType::Float);
+  check_numel(kOp, "error", error, numel);
+  STD_TORCH_CHECK(error.is_contiguous(), kOp, ": error must be contiguous");
+  STD_TORCH_CHECK(error.is_cpu(), kOp, ": error must be on cpu as x is");
+
+  const Tensor flat = torch::stable::contiguous(x);
+  Tensor bits = torch::stable::new_empty(x, {ceil_div(numel, 8)}, ScalarType::Byte);
+  Tensor scales = torch::stable::new_empty(x, {ceil_div(numel, block_size)}, ScalarType::Float);
+  const OnebitCompressArgs args{flat.const_data_ptr(),
+                                x_type,
+                                static_cast<float*>(error.mutable_data_ptr()),
+                                static_cast<uint8_t*>(bits.mutable_data_ptr()),
+                                static_cast<float*>(scales.mutable_data_ptr()),
+                                numel,
+                                block_size};
+#if MCP_X86
+  const auto body = pick(scalar::onebit_compress, avx2::onebit_compress, avx512::onebit_compress);
+#else
+  const auto body = scalar::onebit_compress;
+#endif
+  run<OnebitCompressArgs>(body, args);
+  return {bits, scales};
+}
+
+Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t block_size) {
+  constexpr const char* kOp = "onebit_decompress";
+  STD_TORCH_CHECK(numel >= 0, kOp, ": numel must be >= 0, got ", numel);
+  check_block_size(kOp, block_size);
+  check_dtype(kOp, "bits", bits, ScalarType::Byte);
+  check_dtype(kOp, "scales", scales, ScalarType::Float);
+  check_numel(kOp, "bits", bits, ceil_div(numel, 8));
+  check_numel(kOp, "scales", scales, ceil_div(numel, block_size));
+  STD_TORCH_CHECK(bits.is_cpu() && scales.is_cpu(), kOp, ": bits and scales must be on cpu");
+
+  const Tensor flat_bits = torch::stable::contiguous(bits);
+  const Tensor flat_scales = torch::stable::contiguous(scales);
+  Tensor x = torch::stable::new_empty(scales, {numel}, ScalarType::Float);
+  const OnebitDecompressArgs args{static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
+                                  static_cast<const float*>(flat_scales.const_data_ptr()),
+                                  static_cast<float*>(x.mutable_data_ptr()), numel, block_size};
+#if MCP_X86
+  const auto body =
+      pick(scalar::onebit_decompress, avx2::onebit_decompress, avx512::onebit_decompress);
+#else
+  const auto body = scalar::onebit_decompress;
+#endif
+  run<OnebitDecompressArgs>(body, args);
+  return x;
+}
+
+}  // namespace
+}  // namespace mcp
+
+STABLE_TORCH_LIBRARY_IMPL(mcp_kernels, CPU, m) {
+  m.impl("onebit_compress", TORCH_BOX(&mcp::onebit_compress));
+  m.impl("onebit_decompress", TORCH_BOX(&mcp::onebit_decompress));
+}
