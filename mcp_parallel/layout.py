@@ -51,6 +51,10 @@ class Layout:
         """Pipeline stages over all ranks, virtual ones included."""
         return self.pp * self.virtual_stages
 
+    def stage_owner(self, stage: int) -> int:
+        """Pipeline rank that holds ``stage``: virtual stages go round the ranks, as in torch."""
+        return stage % self.pp
+
     def coordinate(self, rank: int) -> Coordinate:
         """Mesh place of ``rank``: tp varies fastest (neighbours), pp slowest (fewest bytes)."""
         return Coordinate(

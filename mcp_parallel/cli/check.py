@@ -1,0 +1,120 @@
+"""``mcp-parallel check``: would this configuration run, and as what? Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
+from mcp_parallel.config import Config
+from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
+from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.presets import num_parameters
+
+_SHOWN_STAGES = 32
+"""Lines of stages in the table; JSON has them all."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``check`` command."""
+    parser = subparsers.add_parser(
+        "check",
+        help="judge a configuration without running it",
+        description="Judge a configuration: print what would run, or everything that is wrong "
+        "with it, with legal choices, and exit with 2.",
+    )
+    add_run_arguments(parser)
+    parser.add_argument(
+        "--world-size", "--world_size", metavar="N", help="ranks there will be, as under torchrun"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the resolved config and what follows from it; 2 and the problems when it is refused."""
+    try:
+        config, _ = resolve_arguments(args, _world_size(args.world_size))
+    except ConfigError as error:
+        if args.json:
+            sys.stdout.write(json.dumps({"ok": False, "problems": error.problems}) + "\n")
+        else:
+            sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
+        return BAD_CONFIG
+    summary = summarize(config)
+    if args.json:
+        text = json.dumps({"ok": True, "config": config.to_mapping(), **summary})
+    else:
+        text = f"{_table(config, summary)}\n\n{config.to_yaml()}".rstrip()
+    sys.stdout.write(f"{text}\n")
+    return OK
+
+
+def _world_size(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise ConfigError(
+            [f"check: --world-size must be a number of ranks, got {text!a}; write for example 8"]
+        )
+    return int(text)
+
+
+def summarize(config: Config) -> dict[str, Any]:
+    """What follows from a legal config, as plain values.
+
+    Returns:
+        ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step),
+        ``tokens_per_step``, and ``stages``: for each its ``layers`` ``[first, past the last]``,
+        the ``pp_rank`` that holds it and the global ``ranks`` ``[first, past the last]``.
+    """
+    layout, train = Layout.from_config(config.parallel), config.train
+    ranks_per_stage = layout.dp * layout.tp
+    stages = []
+    for stage, layers in enumerate(split_layers(config.model.num_layers, layout.num_stages)):
+        pp_rank = layout.stage_owner(stage)
+        first = pp_rank * ranks_per_stage
+        stages.append(
+            {
+                "layers": [layers.start, layers.stop],
+                "pp_rank": pp_rank,
+                "ranks": [first, first + ranks_per_stage],
+            }
+        )
+    return {
+        "parameters": num_parameters(config.model),
+        "world_size": layout.world_size,
+        "microbatches": train.global_batch_size // (layout.dp * train.micro_batch_size),
+        "tokens_per_step": train.global_batch_size * config.model.seq_len,
+        "stages": stages,
+    }
+
+
+def _table(config: Config, summary: dict[str, Any]) -> str:
+    model, parallel, train = config.model, config.parallel, config.train
+    shape = (
+        f"{model.preset or 'own shape'}: {model.num_layers} layers, hidden {model.hidden_size}, "
+        f"{model.num_heads} heads ({model.num_kv_heads} kv), {summary['parameters']:,} parameters"
+    )
+    ranks = (
+        f"{summary['world_size']} ranks = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp}, "
+        f"zero {parallel.zero}, schedule {parallel.schedule}"
+    )
+    samples = (
+        f"{train.global_batch_size} samples = dp {parallel.dp} * {summary['microbatches']} "
+        f"micro-batches of {train.micro_batch_size}, {summary['tokens_per_step']:,} tokens a step"
+    )
+    lines = [f"model   {shape}", f"layout  {ranks}", f"batch   {samples}"]
+    stages = summary["stages"]
+    for number, stage in enumerate(stages[:_SHOWN_STAGES]):
+        layers, holders = _span(stage["layers"]), _span(stage["ranks"])
+        lines.append(f"stage   {number}: layers {layers} on ranks {holders}")
+    if len(stages) > _SHOWN_STAGES:
+        lines.append(f"        and {len(stages) - _SHOWN_STAGES} more stages")
+    return "\n".join(lines)
+
+
+def _span(bounds: list[int]) -> str:
+    first, past = bounds
+    return str(first) if past - first == 1 else f"{first}-{past - 1}"
