@@ -163,10 +163,18 @@ def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
         out, err = launcher.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.communicate()
+        kill_and_wait(launcher)
         raise
     return launcher.returncode, out, err
+
+
+def kill_and_wait(launcher: subprocess.Popen[str]) -> None:
+    """Not ``communicate``: a rank that lives on would hold the other end of the pipes open."""
+    launcher.kill()
+    launcher.wait()
+    for pipe in (launcher.stdout, launcher.stderr):
+        assert pipe is not None
+        pipe.close()
 
 
 def notes(folder: Path, ranks: int) -> list[dict]:
@@ -193,8 +201,16 @@ def is_gone(pid: int) -> bool:
     return state in "ZX"
 
 
-def assert_nobody_left(folder: Path, ranks: int) -> None:
-    assert [facts["pid"] for facts in notes(folder, ranks) if not is_gone(facts["pid"])] == []
+def assert_nobody_left(folder: Path, ranks: int, within_s: float = 0.0) -> None:
+    """Also ends who is left, so that a launcher gone wrong burdens no other test."""
+    pids = [facts["pid"] for facts in notes(folder, ranks)]
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline and not all(map(is_gone, pids)):
+        time.sleep(0.02)
+    left = [pid for pid in pids if not is_gone(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
 
 
 # ---------------------------------------------------------------- launches
@@ -294,10 +310,8 @@ def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
 def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, platform):
     launcher = start(sleep, 2, tmp_path, TEST_PLATFORM=platform)
     wait_ready(tmp_path, 2)
-    launcher.kill()
-    launcher.communicate()
-    pids = [facts["pid"] for facts in notes(tmp_path, 2)]
-    wait_until(lambda: all(is_gone(pid) for pid in pids), "the end of the orphans")
+    kill_and_wait(launcher)
+    assert_nobody_left(tmp_path, 2, within_s=PATIENCE_S)
 
 
 def test_two_launches_run_side_by_side(tmp_path):

@@ -24,11 +24,17 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
     return elastic or ("LOCAL_RANK" in environ and "GROUP_RANK" in environ)
 
 
+def rank_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the variables set that tell a process its place in some launcher's job."""
+    return [
+        name for name in environ if name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES
+    ]
+
+
 def set_rank_variables(rank: int, world_size: int) -> None:
     """Give this process the variables of a rank of a local job, without those of any other job."""
-    for name in list(os.environ):
-        if name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES:
-            del os.environ[name]
+    for name in rank_variables():
+        del os.environ[name]
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -1,0 +1,178 @@
+"""``mcp-parallel train``: start the ranks of a run here, or be one of them under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_arguments
+from mcp_parallel.config import Config
+from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
+from mcp_parallel.launch.start import RunStart, choose_folder, find_start
+from mcp_parallel.launch.variables import under_torchrun
+from mcp_parallel.layout import Layout
+from mcp_parallel.monitor.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from mcp_parallel.data.corpus import Corpus
+    from mcp_parallel.launch.context import RankContext
+
+# How long a rank other than 0 keeps a refused config to itself: torchrun ends all ranks when the
+# first one ends, and rank 0 is the one that says why.
+_LET_RANK_0_SPEAK_S = 2.0
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the ``train`` command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a model on this machine, or as a rank of torchrun",
+        description="Train a model. Starts all ranks of the layout on this machine; under "
+        "torchrun this process is one of them.",
+    )
+    add_run_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything that can be checked, then train; returns an exit status."""
+    return _run_under_torchrun(args) if under_torchrun() else _run_here(args)
+
+
+def _run_here(args: argparse.Namespace) -> int:
+    config, options = resolve_arguments(args)
+    with _opened_run(config, options) as (folder, start):
+        if _is_finished(config, start):
+            return _report(folder, OK, options)
+        corpus = _open_corpus(config)
+
+        from mcp_parallel.launch.local import launch_local
+
+        status = launch_local(
+            _rank_body(config, corpus, folder.path, start.resume_from, options),
+            Layout.from_config(config.parallel).world_size,
+            preload=("mcp_parallel.trainer",),
+        )
+        return _report(folder, status, options)
+
+
+def _run_under_torchrun(args: argparse.Namespace) -> int:
+    try:
+        config, options = resolve_arguments(args, int(os.environ["WORLD_SIZE"]))
+    except ConfigError:
+        if os.environ["RANK"] == "0":
+            raise
+        time.sleep(_LET_RANK_0_SPEAK_S)
+        return BAD_CONFIG
+
+    from mcp_parallel.launch.env import run_from_env
+
+    def be_a_rank(context: RankContext) -> int:
+        if context.rank != 0:
+            decision = json.loads(context.store.get("start"))
+            return _follow(config, context, decision, options)
+        try:
+            with _opened_run(config, options) as (folder, start):
+                decision = {
+                    "run_dir": str(folder.path),
+                    "resume_from": start.resume_from and str(start.resume_from),
+                    "status": OK if _is_finished(config, start) else None,
+                }
+                context.store.set("start", json.dumps(decision))
+                return _report(folder, _follow(config, context, decision, options), options)
+        except ConfigError:
+            context.store.set("start", json.dumps({"status": BAD_CONFIG}))
+            raise
+
+    return run_from_env(be_a_rank)
+
+
+def _follow(config: Config, context: RankContext, decision: dict, options: RunOptions) -> int:
+    """Do what rank 0 decided."""
+    if decision["status"] is not None:
+        return decision["status"]
+    resume_from = decision["resume_from"] and Path(decision["resume_from"])
+    body = _rank_body(config, _open_corpus(config), Path(decision["run_dir"]), resume_from, options)
+    return body(context)
+
+
+@contextmanager
+def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder, RunStart]]:
+    """The run's folder, locked and with its ``config.yaml``, and where to start."""
+    folder = choose_folder(config, options.run_dir)
+    folder.create()
+    with folder.lock():
+        start = find_start(config, folder)
+        folder.write_config(config.to_yaml())
+        if not options.as_json:
+            sys.stdout.write(_headline(config, folder, start))
+            sys.stdout.flush()
+        yield folder, start
+
+
+def _rank_body(
+    config: Config,
+    corpus: Corpus,
+    run_dir: Path,
+    resume_from: Path | None,
+    options: RunOptions,
+) -> Callable[[RankContext], int]:
+    def body(context: RankContext) -> int:
+        from mcp_parallel.trainer import Trainer
+
+        if options.as_json:
+            sys.stdout = sys.stderr  # progress is for people; stdout holds the one object
+        return Trainer(config, context, corpus, run_dir, resume_from=resume_from).fit()
+
+    return body
+
+
+def _open_corpus(config: Config) -> Corpus:
+    """The tokens; opened before ranks are forked, so that they share its pages."""
+    from mcp_parallel.data.corpus import open_corpus
+
+    try:
+        return open_corpus(config.data, config.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _is_finished(config: Config, start: RunStart) -> bool:
+    return start.resume_from is not None and start.step >= config.train.steps
+
+
+def _headline(config: Config, folder: RunFolder, start: RunStart) -> str:
+    parallel, layout = config.parallel, Layout.from_config(config.parallel)
+    degrees = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp}, zero {parallel.zero}"
+    name = config.model.preset or "own model"
+    lines = [
+        f"{name}, {config.train.steps} steps on {layout.world_size} ranks: {degrees}",
+        f"run folder: {folder.path}",
+    ]
+    if _is_finished(config, start):
+        lines.append(
+            f"nothing to do: {start.step} of {config.train.steps} steps are done; "
+            "train on with --steps MORE"
+        )
+    elif start.resume_from is not None:
+        lines.append(f"going on after step {start.step}: {start.resume_from}")
+    elif config.checkpoint.resume == "auto":
+        lines.append("no whole checkpoint to go on from: starting anew")
+    return "\n".join(lines) + "\n"
+
+
+def _report(folder: RunFolder, status: int, options: RunOptions) -> int:
+    """With ``--json`` print the outcome: status, folder and the last record; returns ``status``."""
+    if options.as_json:
+        rows = folder.metrics_file.read_text().splitlines() if folder.metrics_file.exists() else []
+        last = json.loads(rows[-1]) if rows else None
+        outcome = {"status": status, "run_dir": str(folder.path), "last": last}
+        sys.stdout.write(json.dumps(outcome) + "\n")
+    return status

@@ -1,0 +1,91 @@
+"""Metrics of a run on disk: ``metrics.jsonl`` always, TensorBoard events where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcp_parallel.monitor.run_folder import RunFolder
+
+# What is no curve of its own in TensorBoard.
+_NOT_CURVES = frozenset({"step", "tokens"})
+
+
+class MetricsWriter:
+    """Appends records of steps; a resumed run continues where its checkpoint was.
+
+    Args:
+        run_folder: where ``metrics.jsonl`` and ``tensorboard/`` go.
+        tensorboard: also write TensorBoard events, when it can be imported.
+        start_step: steps done before this run; rows of later steps, which a run wrote after the
+            checkpoint that this one starts from, are dropped, so that steps stay unique.
+    """
+
+    def __init__(self, run_folder: RunFolder, tensorboard: bool, start_step: int = 0) -> None:
+        run_folder.create()
+        self.last_kept = _drop_rows_after(run_folder.metrics_file, start_step)
+        """The newest record before this run, or None."""
+        self._file = run_folder.metrics_file.open("a", encoding="utf-8")
+        self._events = (
+            _open_events(run_folder.tensorboard_dir, start_step + 1) if tensorboard else None
+        )
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Write one record: ``step`` and numbers. A number that is not finite becomes null."""
+        row = {name: _plain(value) for name, value in record.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name not in _NOT_CURVES:
+                    self._events.add_scalar(f"train/{name}", value, row["step"])
+
+    def close(self) -> None:
+        """Put everything on disk."""
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
+    """Keep the rows of ``path`` up to ``step``, without a last line cut short; the last kept."""
+    if not path.exists():
+        return None
+    kept: list[str] = []
+    last: dict[str, Any] | None = None
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step:
+                kept.append(line if line.endswith("\n") else line + "\n")
+                last = row
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+    return last
+
+
+def _open_events(folder: Path, first_step: int) -> Any:
+    """A SummaryWriter, or None when TensorBoard is not installed: said once a process."""
+    if importlib.util.find_spec("tensorboard") is None:
+        sys.stderr.write(
+            "no TensorBoard events: tensorboard is not installed (pip install tensorboard); "
+            "metrics.jsonl has the same numbers\n"
+        )
+        return None
+    # Takes a second or more to import, so neither before it is needed nor on other ranks.
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    return SummaryWriter(log_dir=str(folder), purge_step=first_step)

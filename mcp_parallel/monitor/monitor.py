@@ -1,0 +1,106 @@
+"""The trainer's one window to the outside: each step goes to disk and to the screen from here."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.monitor.metrics import MetricsWriter
+from mcp_parallel.monitor.progress import Progress, eta_text
+from mcp_parallel.monitor.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from mcp_parallel.config import Config
+    from mcp_parallel.step import StepResult
+
+
+class Monitor:
+    """Records the steps of a run; does nothing on ranks that are not ``is_main``.
+
+    A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
+    clipping), ``lr``, ``tokens`` (trained on since the run began, earlier sessions included),
+    and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean).
+
+    Args:
+        config: the run.
+        run_dir: its folder.
+        start_step: steps done before this session.
+        is_main: whether this rank speaks for the job.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, *, start_step: int, is_main: bool) -> None:
+        self._is_main = is_main
+        if not is_main:
+            return
+        self._every = config.monitor.every
+        self._total_steps = config.train.steps
+        self._run_dir = run_dir
+        self._metrics = MetricsWriter(RunFolder(run_dir), config.monitor.tensorboard, start_step)
+        self._progress = Progress(config.train.steps, start_step)
+        self._tokens_before = self._tokens = (self._metrics.last_kept or {}).get("tokens") or 0
+        self._start_step = self._step = start_step
+        self._start_s = time.monotonic()
+        self._last: dict[str, Any] | None = None
+        self._window_tokens = self._window_steps = 0
+        self._window_s = 0.0
+
+    def record(self, step: int, result: StepResult, lr: float, step_time_s: float) -> None:
+        """Take in the step after ``step`` steps; it is written when ``monitor.every`` says so."""
+        if not self._is_main:
+            return
+        self._step = step + 1
+        self._tokens += result.num_tokens
+        self._window_tokens += result.num_tokens
+        self._window_s += step_time_s
+        self._window_steps += 1
+        self._last = {
+            "step": self._step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": self._tokens,
+            "tokens_per_s": self._window_tokens / self._window_s,
+            "step_time_s": self._window_s / self._window_steps,
+        }
+        self._progress.update(self._last)
+        if self._step % self._every == 0 or not result.is_finite:
+            self._write()
+
+    def close(self, status: int) -> None:
+        """Write what is left, end the display and print what a person wants to know next."""
+        if not self._is_main:
+            return
+        if self._window_steps:
+            self._write()
+        self._metrics.close()
+        self._progress.close()
+        sys.stdout.write(self._summary(status) + "\n")
+        sys.stdout.flush()
+
+    def _write(self) -> None:
+        if self._last is not None:
+            self._metrics.log(self._last)
+        self._window_tokens = self._window_steps = 0
+        self._window_s = 0.0
+
+    def _summary(self, status: int) -> str:
+        elapsed_s = time.monotonic() - self._start_s
+        folder = shlex.quote(str(self._run_dir))
+        resume = f"mcp-parallel train --resume --run-dir {folder}"
+        what, advice = {
+            OK: ("done", f"mcp-parallel generate {folder} --prompt 'def '"),
+            STOPPED: ("stopped, checkpoint written", resume),
+            DIVERGED: (
+                "diverged (loss or gradient is not finite)",
+                f"{resume} --set train.lr=LOWER",
+            ),
+        }.get(status, (f"ended with status {status}", resume))
+        lines = [f"{what}: {self._step} of {self._total_steps} steps in {eta_text(elapsed_s)}"]
+        if self._last is not None:
+            rate = (self._tokens - self._tokens_before) / max(elapsed_s, 1e-9)
+            lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} tokens/s"
+        return "\n".join([*lines, f"run folder: {folder}", f"next: {advice}"])

@@ -1,0 +1,117 @@
+"""What a person sees while a run trains: a bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+# Plain lines: this many over a run, and one at least this often.
+_PLAIN_LINES = 10
+_PLAIN_EVERY_S = 10.0
+
+
+class Progress:
+    """Shows the steps of a run up to ``total_steps``, starting after ``start_step``.
+
+    On a terminal one line is drawn again and again (rich; ``NO_COLOR`` is honoured). Elsewhere,
+    and on a dumb terminal, lines are printed for the first and the last step, for every tenth of
+    the run and at least every ten seconds. Output is ASCII where the stream can't take more.
+    """
+
+    def __init__(self, total_steps: int, start_step: int = 0, stream: TextIO | None = None) -> None:
+        out = sys.stdout if stream is None else stream
+        is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+        kind = _Bar if is_terminal else _Lines
+        self._display = kind(out, total_steps, start_step)
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        """Show a step: ``step``, ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``."""
+        self._display.update(record)
+
+    def close(self) -> None:
+        """End the display, the last step included; what is printed after it starts a line."""
+        self._display.close()
+
+
+def eta_text(seconds: float) -> str:
+    """``h:mm:ss``."""
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
+
+
+def describe(record: Mapping[str, Any]) -> str:
+    """The numbers of a step in one short text."""
+    return (
+        f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
+        f"{record['tokens_per_s']:,.0f} tokens/s"
+    )
+
+
+class _Lines:
+    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
+        self._stream = stream
+        self._total = total_steps
+        self._start_step = start_step
+        self._start_s = self._shown_s = time.monotonic()
+        self._stride = max(1, -(-total_steps // _PLAIN_LINES))
+        self._unshown: Mapping[str, Any] | None = None
+        self._any_shown = False
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        self._unshown = record
+        is_due = (
+            not self._any_shown
+            or step == self._total
+            or step % self._stride == 0
+            or time.monotonic() - self._shown_s >= _PLAIN_EVERY_S
+        )
+        if is_due:
+            self._show(record)
+
+    def close(self) -> None:
+        if self._unshown is not None:
+            self._show(self._unshown)
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        now_s = time.monotonic()
+        done = record["step"] - self._start_step
+        left_s = (now_s - self._start_s) / done * (self._total - record["step"])
+        self._stream.write(
+            f"step {record['step']}/{self._total}  {describe(record)}  ETA {eta_text(left_s)}\n"
+        )
+        self._stream.flush()
+        self._shown_s = now_s
+        self._unshown = None
+        self._any_shown = True
+
+
+class _Bar:
+    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        self._bar = RichProgress(
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TextColumn("ETA"),
+            TimeRemainingColumn(),
+            console=Console(file=stream),
+            # Four times a second is smooth enough and costs nothing beside a training step.
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task(
+            "train", total=total_steps, completed=start_step, numbers="starting"
+        )
+        self._bar.start()
+
+    def update(self, record: Mapping[str, Any]) -> None:
+        self._bar.update(self._task, completed=record["step"], numbers=describe(record))
+
+    def close(self) -> None:
+        self._bar.stop()

@@ -1,0 +1,312 @@
+"""Run folder, metrics and progress: what is on disk and on the screen after runs and resumes."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mcp_parallel.config import Config
+from mcp_parallel.errors import DIVERGED, OK, STOPPED, ConfigError
+from mcp_parallel.monitor import metrics, progress
+from mcp_parallel.monitor.metrics import MetricsWriter
+from mcp_parallel.monitor.monitor import Monitor
+from mcp_parallel.monitor.progress import Progress, eta_text
+from mcp_parallel.monitor.run_folder import RunFolder
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Result:
+    """The part of a step's result that the monitor reads."""
+
+    loss: float
+    grad_norm: float = 1.0
+    num_tokens: int = 64
+    is_finite: bool = True
+
+
+def config(*overrides: str) -> Config:
+    return Config().with_overrides(["monitor.tensorboard=false", *overrides])
+
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def train(folder: Path, run: Config, steps: range, status: int = OK) -> None:
+    """Steps whose loss is 10 / step and which take half a second each."""
+    monitor = Monitor(run, folder, start_step=steps.start, is_main=True)
+    for step in steps:
+        monitor.record(step, Result(loss=10 / (step + 1)), lr=0.1, step_time_s=0.5)
+    monitor.close(status)
+
+
+# ---------------------------------------------------------------- run folder
+
+
+def test_a_folder_is_one_runs_until_that_run_ends(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with (
+        folder.lock(),
+        pytest.raises(ConfigError, match="must be a folder that no other run is using"),
+        folder.lock(),
+    ):
+        pass
+    with folder.lock():  # the first has let go of it
+        pass
+
+
+def test_a_lock_dies_with_its_process(tmp_path):
+    folder = RunFolder(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from mcp_parallel.monitor.run_folder import RunFolder\n"
+        "with RunFolder(Path(sys.argv[1])).lock():\n"
+        "    print('locked', flush=True); time.sleep(3600)"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(ConfigError, match="no other run"), folder.lock():
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    with folder.lock():
+        pass
+
+
+def test_fresh_folders_never_meet_and_say_what_they_hold(tmp_path):
+    folders = [RunFolder.fresh("tiny", tmp_path) for _ in range(8)]
+    assert len({folder.path for folder in folders}) == 8
+    assert all(folder.path.name.startswith("tiny-") for folder in folders)
+    assert not folders[0].holds_run()
+    folders[0].create()
+    assert not folders[0].holds_run()
+    folders[0].write_config("a: 1\n")
+    assert folders[0].holds_run()
+    assert [path.name for path in folders[0].path.iterdir()] == ["config.yaml"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_words(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="--run-dir must be a folder that can be written to"):
+        RunFolder(tmp_path / "file" / "run").create()
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_resumed_runs_have_each_step_once_and_count_on(tmp_path):
+    run = config("train.steps=8")
+    train(tmp_path, run, range(6))
+    # A crash cut the last line short; the checkpoint was at step 4.
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    train(tmp_path, run, range(4, 8))
+    recorded = rows(tmp_path)
+    assert [row["step"] for row in recorded] == list(range(1, 9))
+    assert [row["tokens"] for row in recorded] == [64 * step for step in range(1, 9)]
+    assert recorded[6] == {
+        "step": 7,
+        "loss": 10 / 7,
+        "grad_norm": 1.0,
+        "lr": 0.1,
+        "tokens": 64 * 7,
+        "tokens_per_s": 128.0,
+        "step_time_s": 0.5,
+    }
+
+
+def test_every_third_step_is_recorded_and_the_last(tmp_path):
+    monitor = Monitor(
+        config("train.steps=7", "monitor.every=3"), tmp_path, start_step=0, is_main=True
+    )
+    for step in range(7):
+        monitor.record(step, Result(loss=1.0), lr=0.1, step_time_s=1.0 + step)
+    monitor.close(OK)
+    recorded = rows(tmp_path)
+    assert [row["step"] for row in recorded] == [3, 6, 7]
+    # Time and rate are over the steps since the record before, not of one step alone.
+    assert [row["step_time_s"] for row in recorded] == [2.0, 5.0, 7.0]
+    assert [row["tokens_per_s"] for row in recorded] == [64 / 2, 64 / 5, 64 / 7]
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path):
+    monitor = Monitor(
+        config("train.steps=9", "monitor.every=5"), tmp_path, start_step=0, is_main=True
+    )
+    monitor.record(0, Result(math.nan, math.inf, is_finite=False), lr=0.1, step_time_s=0.5)
+    monitor.close(DIVERGED)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"not JSON: {word}"))
+    assert rows(tmp_path)[0]["loss"] is None
+    assert rows(tmp_path)[0]["grad_norm"] is None
+
+
+def test_ranks_that_are_not_main_touch_nothing(tmp_path, capfd):
+    monitor = Monitor(config(), tmp_path / "run", start_step=0, is_main=False)
+    monitor.record(0, Result(1.0), lr=0.1, step_time_s=0.5)
+    monitor.close(OK)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_tensorboard_holds_the_same_curve_without_steps_that_were_done_again(tmp_path):
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    ).EventAccumulator
+    folder = RunFolder(tmp_path)
+    for start, stop in ((0, 6), (4, 8)):
+        writer = MetricsWriter(folder, tensorboard=True, start_step=start)
+        for step in range(start + 1, stop + 1):
+            writer.log({"step": step, "loss": float(start + step), "grad_norm": math.nan})
+        writer.close()
+    events = accumulator(str(folder.tensorboard_dir))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert curve == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11), (8, 12)]
+
+
+def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
+    writer = MetricsWriter(RunFolder(tmp_path), tensorboard=True)
+    writer.log({"step": 1, "loss": 1.0})
+    writer.close()
+    assert "pip install tensorboard" in capfd.readouterr().err
+    assert rows(tmp_path) == [{"step": 1, "loss": 1.0}]
+
+
+# ---------------------------------------------------------------- progress
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def __init__(self, encoding: str) -> None:
+        super().__init__()
+        self._encoding = encoding
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._encoding
+
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, steps: range, total: int) -> str:
+    display = Progress(total, steps.start, stream)
+    for step in steps:
+        display.update(
+            {
+                "step": step + 1,
+                "loss": 2.5,
+                "grad_norm": 0.25,
+                "lr": 1e-3,
+                "tokens_per_s": 12345.6,
+            }
+        )
+    display.close()
+    return stream.getvalue()
+
+
+def test_plain_lines_are_first_last_and_each_tenth():
+    lines = show(io.StringIO(), range(100), 100).splitlines()
+    assert [line.split()[1] for line in lines] == [
+        f"{step}/100" for step in (1, *range(10, 101, 10))
+    ]
+    assert "loss 2.5000  grad norm 0.250  12,346 tokens/s  ETA 0:00:0" in lines[0]
+    assert "\x1b" not in "".join(lines)
+
+
+def test_plain_lines_show_where_a_run_was_stopped():
+    lines = show(io.StringIO(), range(50, 54), 100).splitlines()
+    assert [line.split()[1] for line in lines] == ["51/100", "54/100"]
+
+
+def test_plain_lines_come_in_time_when_steps_are_slow(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    stream = io.StringIO()
+    display = Progress(1000, 0, stream)
+    for step in range(1, 9):
+        clock[0] = 4.0 * step
+        display.update({"step": step, "loss": 1.0, "grad_norm": 1.0, "tokens_per_s": 1.0})
+    steps = [line.split()[1] for line in stream.getvalue().splitlines()]
+    assert steps == ["1/1000", "4/1000", "7/1000"]  # at 4, 16 and 28 s: ten seconds have passed
+    assert stream.getvalue().splitlines()[1].endswith("ETA 1:06:24")  # 996 steps of 4 s
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_the_bar_shows_the_numbers_and_only_what_the_terminal_can_show(monkeypatch, encoding):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = show(Terminal(encoding), range(3), 3)
+    text.encode(encoding)
+    assert "3/3" in text
+    assert "loss 2.5000" in text
+    assert "12,346 tokens/s" in text
+    assert "\x1b[38;" in text or "\x1b[32m" in text  # coloured
+    assert text.isascii() == (encoding == "ascii")
+
+
+def test_no_color_is_honoured(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = show(Terminal("utf-8"), range(3), 3)
+    assert "3/3" in text
+    assert "\x1b[38;" not in text
+    assert "\x1b[3" not in text
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in show(Terminal("utf-8"), range(3), 3)
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0:00:00"), (59.6, "0:01:00"), (3661, "1:01:01"), (360000, "100:00:00")]
+)
+def test_eta_reads_like_a_clock(seconds, text):
+    assert eta_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "status, what, advice",
+    [
+        (OK, "done: 3 of 3 steps", "next: mcp-parallel generate"),
+        (STOPPED, "stopped, checkpoint written: 3 of 3", "next: mcp-parallel train --resume"),
+        (DIVERGED, "diverged", "--set train.lr=LOWER"),
+    ],
+)
+def test_the_closing_lines_say_what_happened_and_what_comes_next(
+    tmp_path, capfd, status, what, advice
+):
+    folder = tmp_path / "a run"
+    train(folder, config("train.steps=3"), range(3), status)
+    lines = capfd.readouterr().out.splitlines()[-3:]
+    assert lines[0].startswith(what)
+    assert "loss 3.3333" in lines[0]
+    assert lines[1] == f"run folder: '{folder}'"
+    assert lines[2].startswith("next: ")
+    assert advice in lines[2]
+    assert f"'{folder}'" in lines[2]
