@@ -314,7 +314,8 @@ def _derived(train: Mapping[str, Any]) -> dict[str, Any]:
     if type(steps) is int:
         derived["warmup_steps"] = max(0, min(20, steps // 10))
     if isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 < lr <= 1e300:
-        derived["min_lr"] = lr / 10
+        # Rounded, so that 0.003 gives 0.0003 and not 0.00030000000000000003.
+        derived["min_lr"] = float(f"{lr / 10:.15g}")
     return derived
 
 

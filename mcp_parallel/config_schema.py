@@ -39,6 +39,17 @@ NO_PLANNER = (
     "parallel.dp, parallel.tp and parallel.pp"
 )
 
+_FOREIGN_VALUES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "adam": "adamw",
+}
+
 
 class FieldType(NamedTuple):
     """What a key takes."""
@@ -81,7 +92,8 @@ def _converted(key: str, value: Any, kind: FieldType) -> Any:
     if kind.choices:
         if isinstance(value, str) and value in kind.choices:
             return value
-        near = nearest(str(value).lower(), kind.choices)
+        word = str(value).lower()
+        near = nearest(_FOREIGN_VALUES.get(word, word), kind.choices)
         use = f"; use {near}" if near else f"; use {kind.choices[0]}"
         raise ValueError(f"config: {key} must be {joined(kind.choices)}, got {shown(value)}{use}")
     if kind.kind is float and number is not None:

@@ -1,0 +1,445 @@
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import pickle
+import time
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcp_parallel.config import TABLES, Config, ModelConfig
+from mcp_parallel.config_schema import field_types
+from mcp_parallel.config_text import MAX_CONFIG_BYTES, parse_yaml
+from mcp_parallel.errors import ConfigError, joined, shown
+from mcp_parallel.presets import PRESETS
+
+
+def problems_of(action):
+    with pytest.raises(ConfigError) as refused:
+        action()
+    assert refused.value.problems
+    for problem in refused.value.problems:
+        assert problem.isascii()
+        assert "\n" not in problem
+    return refused.value.problems
+
+
+def problem_of(action):
+    (problem,) = problems_of(action)
+    return problem
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="config.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+# --- presets and defaults ------------------------------------------------------------------------
+
+
+def test_nothing_given_is_the_defaults():
+    assert Config.from_mapping({}) == Config()
+    assert Config.from_mapping({"train": None, "model": {}}) == Config()
+
+
+def test_preset_fills_what_is_not_given():
+    model = Config.from_mapping({"model": {"preset": "7b", "num_layers": 3}}).model
+    expected = {**PRESETS["7b"], "num_layers": 3, "preset": "7b"}
+    assert dataclasses.asdict(model) == expected
+
+
+@pytest.mark.parametrize("none", [None, "none"])
+def test_own_shape_needs_every_size(none):
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "num_kv_heads": 1,
+        "ffn_size": 24,
+        "vocab_size": 300,
+        "seq_len": 8,
+    }
+    model = Config.from_mapping({"model": {"preset": none, **sizes}}).model
+    assert model == ModelConfig(preset=None, **sizes)
+    del sizes["ffn_size"], sizes["seq_len"]
+    problem = problem_of(lambda: Config.from_mapping({"model": {"preset": none, **sizes}}))
+    assert "model.ffn_size and model.seq_len" in problem
+
+
+def test_unknown_preset_names_the_known_ones():
+    problem = problem_of(lambda: Config.from_mapping({"model": {"preset": "125"}}))
+    assert "got '125'" in problem
+    assert problem.endswith("use 125m")
+    assert "175b or 405b" in problem
+
+
+def test_another_preset_replaces_its_own_sizes_and_no_others():
+    config = Config.from_mapping({"model": {"preset": "7b", "num_layers": 3}})
+    model = config.with_overrides(["model.preset=13b", "model.seq_len=64"]).model
+    assert model == dataclasses.replace(
+        Config.from_mapping({"model": {"preset": "13b"}}).model, num_layers=3, seq_len=64
+    )
+
+
+def test_warm_up_and_last_rate_follow_what_they_derive_from():
+    train = Config.from_mapping({"train": {"steps": 50, "lr": 1}}).train
+    assert (train.warmup_steps, train.min_lr) == (5, 0.1)
+    config = Config().with_overrides(["train.steps=5", "train.lr=1e-4"])
+    assert (config.train.warmup_steps, config.train.min_lr) == (0, 1e-5)
+    again = Config.from_mapping(config.to_mapping()).with_overrides(["train.steps=1000"])
+    assert again.train.warmup_steps == 20
+    given_by_hand = Config.from_mapping({"train": {"warmup_steps": 7, "min_lr": 0}})
+    changed = given_by_hand.with_overrides(["train.steps=1000", "train.lr=1"]).train
+    assert (changed.warmup_steps, changed.min_lr) == (7, 0)
+
+
+# --- types and names -----------------------------------------------------------------------------
+
+WRONG_TYPES = [
+    ("train", "steps", 1.5, "must be an integer, got 1.5; use 1 or 2"),
+    ("train", "steps", 2.0, "must be an integer, got 2.0; use 2"),
+    ("train", "steps", True, "must be an integer, got true"),
+    ("train", "steps", "7", "must be an integer, got '7'"),
+    ("train", "steps", None, "must be an integer, got null"),
+    ("train", "steps", [1], r"must be an integer, got [1]"),
+    ("train", "lr", "fast", "must be a finite number, got 'fast'"),
+    ("train", "lr", True, "must be a finite number, got true"),
+    ("train", "lr", float("nan"), "must be a finite number, got nan"),
+    ("train", "lr", float("inf"), "must be a finite number, got inf"),
+    ("train", "lr", 10**400, "must be a finite number, got an integer of 1329 bits"),
+    ("train", "freeze_step", "x", "must be an integer or null, got 'x'"),
+    ("train", "precision", "float32", "must be fp64, fp32, bf16 or fp16, got 'float32'; use fp32"),
+    ("train", "precision", None, "got null; use fp64"),
+    ("parallel", "schedule", "1F1B", "got '1F1B'; use 1f1b"),
+    ("parallel", "sequence_parallel", "yes", "must be true or false, got 'yes'"),
+    ("parallel", "sequence_parallel", 1, "must be true or false, got 1"),
+    ("data", "path", 7, "must be a string or null, got 7; put it in quotes"),
+    ("data", "path", {"a": 1}, "must be a string or null"),
+    ("checkpoint", "resume", True, "must be a string, got true"),
+    ("checkpoint", "async", 0, "checkpoint.async must be true or false, got 0"),
+    ("data", "path", ["caf\u00e9"], r"got ['caf\xe9']"),
+]
+
+
+@pytest.mark.parametrize("table, key, value, words", WRONG_TYPES)
+def test_wrong_types_are_refused_in_words(table, key, value, words):
+    problem = problem_of(lambda: Config.from_mapping({table: {key: value}}))
+    assert problem.startswith(f"config: {table}.{key} must be ")
+    assert words in problem
+
+
+def test_integers_are_numbers():
+    lr = Config.from_mapping({"train": {"lr": 1}}).train.lr
+    assert lr == 1.0
+    assert isinstance(lr, float)
+
+
+@pytest.mark.parametrize(
+    "values, near",
+    [
+        ({"trian": {}}, "train"),
+        ({"train": {"stpes": 3}}, "train.steps"),
+        ({"train": {"learning_rate": 3}}, "train.lr"),
+        ({"train": {"num_layers": 3}}, "model.num_layers"),
+        ({"checkpoint": {"async_": True}}, "checkpoint.async"),
+        ({"lr": 3}, "train.lr"),
+        ({"model": {"hidden": 3}}, "model.hidden_size"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(values, near):
+    assert problem_of(lambda: Config.from_mapping(values)).endswith(f"did you mean {near}?")
+
+
+def test_a_key_like_no_other_lists_the_table():
+    problem = problem_of(lambda: Config.from_mapping({"data": {"xyzzy": 1}}))
+    assert problem.endswith("the keys of data are path and seed")
+
+
+@pytest.mark.parametrize("value", [3, [], "x", True])
+def test_a_table_is_a_mapping(value):
+    assert "train must be a table" in problem_of(lambda: Config.from_mapping({"train": value}))
+
+
+def test_auto_layout_is_refused_until_it_is_here():
+    assert "give parallel.dp" in problem_of(lambda: Config.from_mapping({"parallel": "auto"}))
+    assert "give parallel.dp" in problem_of(lambda: Config().with_overrides(["parallel=auto"]))
+
+
+def test_all_problems_are_told_at_once():
+    values = {
+        "trian": {},
+        "parallel": "auto",
+        "train": {"lr": "x", "steps": 1.5, "sped": 1},
+        "model": {"preset": "8b"},
+        "memory": {"offload": 1},
+    }
+    assert len(problems_of(lambda: Config.from_mapping(values))) == 7
+
+
+def test_config_error_survives_another_process():
+    error = pickle.loads(pickle.dumps(ConfigError(["a", "b"])))
+    assert error.problems == ["a", "b"]
+    assert str(error) == "a\nb"
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def test_yaml_and_toml_say_the_same(write):
+    yaml_file = write("model: {preset: 7b}\ntrain:\n  lr: 3e-4\ndata: {path: null}\n")
+    toml_file = write('model.preset = "7b"\n[train]\nlr = 3e-4\n', "config.toml")
+    config = Config.from_file(yaml_file)
+    assert config == Config.from_file(toml_file)
+    assert config.train.lr == 3e-4
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("3e-4", 3e-4),
+        ("1E5", 1e5),
+        ("-1.5e+3", -1.5e3),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("+7", 7),
+        ("010", "010"),
+        ("0x10", "0x10"),
+        ("1:30", "1:30"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("2020-01-01", "2020-01-01"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("'3'", "3"),
+        ("1f1b", "1f1b"),
+        ("1.3b", "1.3b"),
+    ],
+)
+def test_scalars_mean_what_they_look_like(text, value):
+    (parsed,) = parse_yaml(f"key: {text}").values()
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+ROUND_TRIP = st.builds(
+    lambda lr, norm, path, seed, asynchronous: Config.from_mapping(
+        {
+            "model": {"preset": "34b", "norm_eps": norm},
+            "train": {"lr": lr, "seed": seed},
+            "data": {"path": path},
+            "checkpoint": {"async": asynchronous},
+        }
+    ),
+    lr=st.floats(allow_nan=False, allow_infinity=False),
+    norm=st.floats(1e-300, 1e300),
+    path=st.none() | st.text(),
+    seed=st.integers(-(2**70), 2**70),
+    asynchronous=st.booleans(),
+)
+
+
+@given(config=ROUND_TRIP)
+def test_a_config_written_is_the_config_read(config):
+    text = config.to_yaml()
+    assert text.isascii()
+    assert Config.from_mapping(parse_yaml(text)) == config
+    # Other programs read it with PyYAML's own rules.
+    assert Config.from_mapping(yaml.safe_load(text)) == config
+    assert Config.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+
+
+def test_written_keys_are_those_of_the_attributes_but_for_async():
+    mapping = Config().to_mapping()
+    assert list(mapping) == list(TABLES)
+    for table, keys in mapping.items():
+        assert list(keys) == list(field_types(TABLES[table]))
+    assert "async" in mapping["checkpoint"]
+
+
+BILLION_LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+BAD_FILES = [
+    ("train: !!python/object/apply:os.system ['true']", "tags are not taken, got"),
+    ("train: {lr: !!float 3}", "tags are not taken"),
+    ("train: !mine {lr: 3}", "tags are not taken"),
+    ("train: {lr: ! 3}", "tags are not taken"),
+    (BILLION_LAUGHS, "anchors and aliases"),
+    ("train: &x {lr: 3}", "anchors and aliases"),
+    ("train: {lr: 1}\ntrain: {lr: 2}", "line 2: key 'train' is given twice"),
+    ("train:\n  lr: 1\n  lr: 2", "line 3: key 'lr' is given twice"),
+    ("? [a]\n: 3", "a key must be a word"),
+    ("[1, 2]", "top level of"),
+    ("hello", "must be a mapping of tables, got a single value"),
+    ("", "got nothing"),
+    ("# only a remark\n", "got nothing"),
+    ("a: b: c", "line 1"),
+    ("a: {", "line 1"),
+    ("a: 1\n---\nb: 2", "line 2"),
+    ("a: " + "[" * 3000, "nested too deeply"),
+    ("train: {steps: " + "9" * 5000 + "}", "the number is too long"),
+    ("a\0b: 1", "must be YAML"),
+    (b"\xff\xfe\x00", "must be UTF-8 text"),
+    ("#" * (MAX_CONFIG_BYTES + 1), f"at most {MAX_CONFIG_BYTES} bytes"),
+]
+
+
+@pytest.mark.parametrize("text, words", BAD_FILES)
+def test_bad_yaml_is_refused_in_words(write, text, words):
+    start = time.process_time()
+    assert words in problem_of(lambda: Config.from_file(write(text)))
+    # Not a benchmark: an expansion of these texts would take hours and gigabytes.
+    assert time.process_time() - start < 10
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("a = 1\na = 2", "must be TOML"),
+        ("[train]\nlr = nan", "must be a finite number, got nan"),
+        ("[train]\nlr = 2020-01-01", "must be a finite number, got datetime.date(2020, 1, 1)"),
+        ("a = " + "[" * 5000, "must be TOML"),
+        ("train = [", "must be TOML"),
+    ],
+)
+def test_bad_toml_is_refused_in_words(write, text, words):
+    assert words in problem_of(lambda: Config.from_file(write(text, "c.toml")))
+
+
+def test_bad_paths_are_refused_in_words(tmp_path, write):
+    assert "existing file" in problem_of(lambda: Config.from_file(tmp_path / "none.yaml"))
+    (tmp_path / "folder.yaml").mkdir()
+    assert "existing file" in problem_of(lambda: Config.from_file(tmp_path / "folder.yaml"))
+    assert "end in .yaml" in problem_of(lambda: Config.from_file(write("{}", "c.json")))
+    assert problem_of(lambda: Config.from_file("a\0.yaml"))
+
+
+def test_paths_with_spaces_and_accents(write):
+    path = write("data: {path: 'my d\u00e4ta'}", "my caf\u00e9.yaml")
+    assert Config.from_file(path).data.path == "my d\u00e4ta"
+
+
+@given(st.text(max_size=200))
+def test_any_text_is_read_or_refused(text):
+    """Never another exception."""
+    with contextlib.suppress(ConfigError):
+        parsed = parse_yaml(text)
+        Config.from_mapping(parsed if isinstance(parsed, dict) else {})
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def test_overrides_are_typed_by_their_field():
+    config = Config().with_overrides(
+        [
+            "train.lr=1",
+            "train.lr=3e-4",
+            "train.freeze_step=null",
+            "data.path=123",
+            "parallel.sequence_parallel=false",
+            "checkpoint.async=true",
+            "checkpoint.resume= runs/a=b: c ",
+        ]
+    )
+    assert config.train.lr == 3e-4
+    assert config.data.path == "123"
+    assert config.parallel.sequence_parallel is False
+    assert config.checkpoint.async_ is True
+    assert config.checkpoint.resume == "runs/a=b: c"
+    assert config.with_overrides(["data.path=null"]).data.path is None
+    assert config.with_overrides(["data.path='null'"]).data.path == "null"
+
+
+@pytest.mark.parametrize(
+    "override, words",
+    [
+        ("train.lr", "must be table.key=value"),
+        ("", "must be table.key=value"),
+        ("=", "must be a known key"),
+        ("train=3", "must name a key of train"),
+        ("lr=3", "did you mean train.lr?"),
+        ("train.lrr=3", "did you mean train.lr?"),
+        ("train.lr.x=3", "train.lr.x must be a known key"),
+        ("train.steps=1e3", "must be an integer, got 1000.0; use 1000"),
+        ("train.steps=true", "must be an integer, got true"),
+        ("train.steps=", "must be an integer, got null"),
+        ("train.lr=nan", "must be a finite number, got nan"),
+        ("train.lr=-.inf", "must be a finite number, got -inf"),
+        ("train.lr=1e999", "must be a finite number, got inf"),
+        ("train.lr=[1]", "must be a finite number, got '[1]'"),
+        ("train.steps=" + "9" * 5000, "the number is too long"),
+        ("parallel.sequence_parallel=yes", "must be true or false, got 'yes'"),
+        ("data.path='a", None),
+        ('train.lr="\\q"', "must be YAML"),
+    ],
+)
+def test_bad_overrides_are_refused_in_words(override, words):
+    if words is None:
+        assert Config().with_overrides([override]).data.path == "'a"
+        return
+    assert words in problem_of(lambda: Config().with_overrides([override]))
+
+
+def test_bad_overrides_are_told_together():
+    assert len(problems_of(lambda: Config().with_overrides(["a", "b=1", "train.lr=x"]))) == 3
+
+
+# --- fingerprint ---------------------------------------------------------------------------------
+
+
+def test_fingerprint_is_of_the_model_alone():
+    config = Config()
+    same = [
+        "parallel.tp=2",
+        "train.lr=1",
+        "train.seed=4",
+        "data.seed=9",
+        "model.seq_len=64",
+        "model.preset=tiny",
+    ]
+    assert config.with_overrides(same).fingerprint() == config.fingerprint()
+    by_hand = {**config.to_mapping()["model"], "preset": None}
+    assert Config.from_mapping({"model": by_hand}).fingerprint() == config.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "num_layers=5",
+        "hidden_size=256",
+        "num_heads=4",
+        "num_kv_heads=2",
+        "ffn_size=353",
+        "vocab_size=257",
+        "tie_embeddings=true",
+        "rope_theta=5e5",
+        "norm_eps=1e-6",
+    ],
+)
+def test_fingerprint_sees_each_part_of_the_model(override):
+    changed = Config().with_overrides([f"model.{override}"])
+    assert changed.fingerprint() != Config().fingerprint()
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+def test_values_are_shown_on_one_short_ascii_line():
+    assert shown("caf\u00e9\n") == r"'caf\xe9\n'"
+    assert shown(True) == "true"
+    assert shown(None) == "null"
+    assert len(shown("x" * 1000)) == 80
+    assert shown(10**5000) == "an integer of 16610 bits"
+    assert [joined(range(n)) for n in range(4)] == ["", "0", "0 or 1", "0, 1 or 2"]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcp_parallel.config import ParallelConfig
+from mcp_parallel.layout import Layout, split_dim, split_layers
+
+DEGREES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 3, 4), (4, 2, 3)]
+
+
+@pytest.mark.parametrize("dp, tp, pp", DEGREES)
+def test_each_rank_has_a_place_of_its_own(dp, tp, pp):
+    layout = Layout(dp=dp, tp=tp, pp=pp)
+    places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+    every = itertools.product(range(pp), range(dp), range(tp))
+    assert [(place.pp, place.dp, place.tp) for place in places] == list(every)
+
+
+def test_tensor_ranks_are_neighbours_and_stages_are_far():
+    layout = Layout(dp=2, tp=2, pp=2)
+    assert layout.coordinate(0).tp != layout.coordinate(1).tp
+    assert {layout.coordinate(rank).pp for rank in range(4)} == {0}
+
+
+def test_layout_takes_every_degree_of_its_table():
+    parallel = ParallelConfig(
+        dp=2,
+        tp=3,
+        pp=4,
+        zero=2,
+        schedule="interleaved",
+        virtual_stages=5,
+        sequence_parallel=False,
+    )
+    layout = Layout.from_config(parallel)
+    for field in ("dp", "tp", "pp", "zero", "schedule", "virtual_stages", "sequence_parallel"):
+        assert getattr(layout, field) == getattr(parallel, field)
+    assert layout.world_size == 24
+    assert layout.num_stages == 20
+
+
+def test_virtual_stages_go_round_the_ranks():
+    layout = Layout(pp=3, virtual_stages=2, schedule="interleaved")
+    assert [layout.stage_owner(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
+
+
+@given(num_layers=st.integers(0, 200), num_stages=st.integers(1, 40))
+def test_no_layer_is_lost_or_run_twice(num_layers, num_stages):
+    stages = split_layers(num_layers, num_stages)
+    assert len(stages) == num_stages
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    sizes = [len(stage) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(size=st.integers(0, 100), parts=st.integers(1, 12))
+def test_a_dim_is_cut_as_torch_cuts_it(size, parts):
+    pieces = [piece.tolist() for piece in torch.arange(size).chunk(parts)] if size else []
+    pieces += [[]] * (parts - len(pieces))  # torch leaves empty parts out
+    for index, piece in enumerate(pieces):
+        offset, length = split_dim(size, parts, index)
+        assert list(range(offset, offset + length)) == piece
