@@ -165,25 +165,16 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     suffix = Path(path).suffix.lower()
     if suffix not in (".yaml", ".yml", ".toml"):
         raise ConfigError([f"config: file must end in .yaml, .yml or .toml, got {name}; rename it"])
-    try:
-        if not Path(path).is_file():
-            raise ConfigError(
-                [f"config: file must be an existing file, got {name}; check the path"]
-            )
-        with Path(path).open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-        text = data.decode("utf-8-sig")
-    except OSError as error:
-        reason = error.strerror or "an error"
-        raise ConfigError([f"config: file must be readable, got {reason} for {name}"]) from None
-    except ValueError:  # UnicodeDecodeError, or a NUL in the path
-        raise ConfigError(
-            [f"config: file must be UTF-8 text, got {name}; save it as UTF-8"]
-        ) from None
+    data = _file_bytes(Path(path), name)
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(
-            [f"config: file must be at most {MAX_CONFIG_BYTES} bytes, got more in {name}"]
+            [f"config: file must be at most {MAX_CONFIG_BYTES} bytes, got more in {name}; trim it"]
         )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        problem = f"config: file must be UTF-8 text, got {name}; save it as UTF-8"
+        raise ConfigError([problem]) from None
     values = parse_toml(text) if suffix == ".toml" else parse_yaml(text)
     if not isinstance(values, dict):
         kind = {type(None): "nothing", list: "a list"}.get(type(values), "a single value")
@@ -193,3 +184,17 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         )
         raise ConfigError([problem])
     return values
+
+
+def _file_bytes(path: Path, name: str) -> bytes:
+    """At most one byte more than a config may have; a device or a pipe is not opened."""
+    try:
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        problem = f"config: file must be readable, got {error.strerror} for {name}; check its mode"
+        raise ConfigError([problem]) from None
+    except ValueError:  # a NUL in the path: no such file
+        pass
+    raise ConfigError([f"config: file must be an existing file, got {name}; check the path"])
