@@ -11,10 +11,16 @@ from mcp_kernels._build_info import BuildInfo, build_info, load_extension
 from mcp_kernels._op import reference_only
 from mcp_kernels._version import __version__
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
+from mcp_kernels.ops.attention_functions import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+)
 from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
+from mcp_kernels.triton import register as register_triton
 
 __all__ = [
     "BackendChoice",
@@ -25,6 +31,9 @@ __all__ = [
     "all_reduce",
     "build_info",
     "copy_to_group",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "onebit_compress",
@@ -35,3 +44,4 @@ __all__ = [
 ]
 
 load_extension()
+register_triton()

@@ -105,7 +105,8 @@ def scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Tensor:
             return torch.add(parts[0], parts[1])
         return parts.sum(0, dtype=packed.dtype)
     out = torch.empty_like(packed[0])
-    group._reduce_scatter_base(out.view(-1), packed.view(-1)).wait()
+    options = dist.ReduceScatterOptions()
+    group._reduce_scatter_base(out.view(-1), packed.view(-1), options).wait()
     return out
 
 

@@ -1,0 +1,220 @@
+"""Flash attention, the core op: ``flash_attn`` and its backward ``flash_attn_bwd``.
+
+The public functions of this file carry FlashAttention-2's names, order and defaults, tensors
+``[B, S, H, D]``; everything more is keyword-only. The formulas are in ``attention_reference.py``.
+
+    flash_attn(q, k, v, bias, slopes, sink, rng, *options) -> (out, lse)
+    flash_attn_bwd(dout, dlse, q, k, v, out, lse, ...) -> (dq, dk, dv, dbias, dsink)
+
+Both may be differentiated: the backward of the backward recomputes with plain torch operations.
+
+Letters: B = batch, Sq / Sk = query rows / keys, H = query heads, N = KV heads, D = head dim of q
+and k, E = head dim of v and out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mcp_kernels._op import define_op
+from mcp_kernels.ops.attention_composite import attention_composite
+from mcp_kernels.ops.attention_mask import AttentionOptions
+from mcp_kernels.ops.attention_reference import (
+    attention_backward,
+    attention_forward,
+    sink_gradient,
+)
+from mcp_kernels.ops.attention_scores import AttentionInputs
+
+_OPTIONS = (
+    "float softmax_scale, int window_left, int window_right, bool top_left, float softcap,"
+    " float dropout_p"
+)
+_FORWARD = (
+    "flash_attn(Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? alibi_slopes, Tensor? sink,"
+    f" Tensor? rng, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+)
+_BACKWARD = (
+    "flash_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, Tensor? rng, bool needs_dbias,"
+    f" {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+)
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    """float32, or float64 for float64 inputs."""
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def make_inputs(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    rng: Tensor | None,
+    options: AttentionOptions,
+) -> AttentionInputs:
+    """The op's arguments with bias and slopes expanded to their full shapes (no copy)."""
+    q, k, v = qkv
+    batch, num_rows, heads, _ = q.shape
+    return AttentionInputs(
+        q,
+        k,
+        v,
+        None if bias is None else bias.expand(batch, heads, num_rows, k.shape[1]),
+        None if alibi_slopes is None else alibi_slopes.expand(batch, heads),
+        sink,
+        rng,
+        options,
+    )
+
+
+def _forward_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    rng: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    out, lse = _forward_fake(q, k, v)
+    inputs = make_inputs((q, k, v), bias, alibi_slopes, sink, rng, AttentionOptions(*options))
+    attention_forward(inputs, out, lse)
+    return out, lse
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    batch, num_rows, heads, _ = q.shape
+    out = q.new_empty(batch, num_rows, heads, v.shape[3])
+    return out, q.new_empty(batch, heads, num_rows, dtype=lse_dtype(q))
+
+
+def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, bias, slopes, sink, rng, *options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+    ctx.save_for_backward(q, k, v, *output, bias, slopes, sink, rng)
+
+
+def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, out, lse, bias, slopes, sink, rng = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(out)
+    needs = ctx.needs_input_grad
+    grads = torch.ops.mcp_kernels.flash_attn_bwd(
+        dout, dlse, q, k, v, out, lse, bias, slopes, sink, rng, needs[3], *ctx.options
+    )
+    dq, dk, dv, dbias, dsink = (
+        grad if need else None for grad, need in zip(grads, (*needs[:4], needs[5]), strict=True)
+    )
+    return dq, dk, dv, dbias, None, dsink, None, *([None] * len(ctx.options))
+
+
+def _backward_ref(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bias, slopes, sink, rng, needs_dbias, *options = rest
+    inputs = make_inputs((q, k, v), bias, slopes, sink, rng, AttentionOptions(*options))
+    dbias = None
+    if needs_dbias:
+        dbias = torch.zeros(bias.shape, dtype=inputs.compute_dtype, device=bias.device)
+    dq, dk, dv = attention_backward(inputs, dout, dlse, out, lse, dbias)
+    dsink = q.new_empty(0) if sink is None else sink_gradient(inputs, dout, dlse, out, lse)
+    return dq, dk, dv, q.new_empty(0) if dbias is None else dbias.to(bias.dtype), dsink
+
+
+def _backward_fake(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    bias, _, sink, _, needs_dbias, *_ = rest
+    dbias = bias.new_empty(bias.shape) if needs_dbias else q.new_empty(0)
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsink
+
+
+def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    dout, dlse, q, k, v, _, _, bias, slopes, sink, rng, ctx.needs_dbias, *options = inputs
+    ctx.set_materialize_grads(False)
+    ctx.options = options
+    ctx.save_for_backward(dout, dlse, q, k, v, bias, slopes, sink, rng)
+
+
+def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    """Second gradient, by recomputing the first with operations that autograd knows.
+
+    ``out`` and ``lse`` get none: they are functions of the other inputs, and all that q, k and v do
+    through them is in the recomputation.
+    """
+    dout, dlse, q, k, v, bias, slopes, sink, rng = ctx.saved_tensors
+    with torch.enable_grad():
+        # Fresh handles: q, k and v may be one tensor, and each place has a gradient of its own.
+        dout, dlse, q, k, v, bias, sink = map(_handle, (dout, dlse, q, k, v, bias, sink))
+        inputs = make_inputs((q, k, v), bias, slopes, sink, rng, AttentionOptions(*ctx.options))
+        results = attention_composite(inputs)
+        wanted = [q, k, v, bias if ctx.needs_dbias else None, sink]
+        first = _grad(results, wanted, (dout, dlse))
+        leaves = [dout, dlse, q, k, v, bias if ctx.needs_dbias else None, sink]
+        second = _grad(first, leaves, grads)
+    d_dout, d_dlse, dq, dk, dv, dbias, dsink = second
+    rest = [None] * (2 + len(ctx.options))
+    return d_dout, d_dlse, dq, dk, dv, None, None, dbias, None, dsink, *rest
+
+
+def _handle(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def _grad(outputs: Any, inputs: list[Tensor | None], grads: Any) -> list[Tensor | None]:
+    """torch.autograd.grad that keeps the graph and passes over what is None on either side."""
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
+    pairs = [(o, g) for o, g in pairs if o.requires_grad]
+    given = [t for t in inputs if t is not None]
+    if not pairs:
+        return [None] * len(inputs)
+    found = iter(
+        torch.autograd.grad(
+            [o for o, _ in pairs],
+            given,
+            [g for _, g in pairs],
+            create_graph=True,
+            allow_unused=True,
+        )
+    )
+    return [None if t is None else next(found) for t in inputs]
+
+
+define_op(
+    _FORWARD,
+    reference=_forward_ref,
+    fake=_forward_fake,
+    backward=_forward_backward,
+    setup_context=_forward_setup,
+)
+define_op(
+    _BACKWARD,
+    reference=_backward_ref,
+    fake=_backward_fake,
+    backward=_backward_backward,
+    setup_context=_backward_setup,
+)

@@ -1,0 +1,169 @@
+"""What attention takes: each rule once, at the border, with words that say the way out.
+
+Letters: B = batch, Sq / Sk = query rows / keys, H = query heads, N = KV heads, D = head dim of q
+and k, E = head dim of v.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mcp_kernels.ops.attention_mask import AttentionOptions
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+CausalAlign = Literal["bottom_right", "top_left"]
+
+
+def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor, rank: int = 4) -> None:
+    """Hold q, k and v against each other; ``rank`` is 4 for [B, S, H, D], 3 for [total, H, D].
+
+    Raises:
+        ValueError: a rank, a size or a device does not fit.
+        TypeError: a dtype is not floating or differs.
+    """
+    tensors = {"q": q, "k": k, "v": v}
+    form = "[B, S, H, D]" if rank == 4 else "[total, H, D]"
+    for name, tensor in tensors.items():
+        if tensor.dim() != rank:
+            raise ValueError(f"{op}: {name} must be {form}, got {list(tensor.shape)}")
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{op}: {name} must be float64, float32, bfloat16 or float16, got {tensor.dtype}"
+            )
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            error = TypeError if tensor.dtype != q.dtype else ValueError
+            raise error(
+                f"{op}: q, k and v must have one dtype and device, got "
+                + ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
+                + "; cast or move them first"
+            )
+    if rank == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"{op}: q, k and v must have one batch size, got "
+            f"{q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ValueError(
+            f"{op}: k and v must agree in all but the head dim, got "
+            f"{list(k.shape)} and {list(v.shape)}"
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"{op}: q and k must have one head dim, got {q.shape[-1]} and {k.shape[-1]}"
+        )
+    heads, kv_heads = q.shape[-2], k.shape[-2]
+    if heads and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(
+            f"{op}: query heads must be a multiple of KV heads, got {heads} query heads "
+            f"and {kv_heads} KV heads"
+        )
+
+
+def make_options(
+    op: str,
+    head_dim: int,
+    *,
+    dropout_p: float,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    causal_align: CausalAlign = "bottom_right",
+) -> AttentionOptions:
+    """The scalars of an attention call, checked; causal becomes a window of 0 to the right.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+    left, right = window_size
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: window_size must be >= 0, or -1 for no limit, got {tuple(window_size)}"
+        )
+    if not 0 <= dropout_p <= 1:
+        raise ValueError(f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
+    if not softcap >= 0:
+        raise ValueError(f"{op}: softcap must be >= 0 (0 is off), got {softcap}")
+    if causal_align not in ("bottom_right", "top_left"):
+        raise ValueError(
+            f"{op}: causal_align must be 'bottom_right' or 'top_left', got {causal_align!r}"
+        )
+    default_scale = 1 / math.sqrt(head_dim) if head_dim else 1.0
+    return AttentionOptions(
+        default_scale if softmax_scale is None else float(softmax_scale),
+        left,
+        0 if causal else right,
+        causal_align == "top_left",
+        float(softcap),
+        float(dropout_p),
+    )
+
+
+def check_bias(op: str, bias: Tensor | None, full: tuple[int, int, int, int]) -> Tensor | None:
+    """``bias`` with four dimensions, each 1 or that of ``full`` ``[B, H, Sq, Sk]``.
+
+    Raises:
+        ValueError: it does not broadcast.
+        TypeError: it is neither bool nor floating.
+    """
+    if bias is None:
+        return None
+    if bias.dtype != torch.bool and bias.dtype not in DTYPES:
+        raise TypeError(f"{op}: bias must be bool (True is attend) or floating, got {bias.dtype}")
+    if bias.dim() > 4 or any(
+        have not in (1, want)
+        for have, want in zip(reversed(bias.shape), reversed(full), strict=False)
+    ):
+        raise ValueError(
+            f"{op}: bias must broadcast to [B, H, Sq, Sk] = {list(full)}, got {list(bias.shape)}"
+        )
+    return bias.view(*[1] * (4 - bias.dim()), *bias.shape) if bias.dim() < 4 else bias
+
+
+def check_alibi(op: str, slopes: Tensor | None, batch: int, heads: int) -> Tensor | None:
+    """``alibi_slopes`` as ``[1 or B, H]`` without a gradient.
+
+    Raises:
+        ValueError: wrong shape, or a gradient is asked for.
+    """
+    if slopes is None:
+        return None
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"{op}: alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}"
+        )
+    if slopes.requires_grad:
+        raise ValueError(
+            f"{op}: alibi_slopes must not require grad, they have no gradient; "
+            "pass slopes.detach(), or a bias"
+        )
+    return slopes.view(-1, heads)
+
+
+def check_sink(op: str, sink: Tensor | None, heads: int) -> Tensor | None:
+    """``sink`` as ``[H]``.
+
+    Raises:
+        ValueError: wrong shape.
+        TypeError: not floating.
+    """
+    if sink is None:
+        return None
+    if sink.shape != (heads,):
+        raise ValueError(f"{op}: sink must be [{heads}], one a query head, got {list(sink.shape)}")
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"{op}: sink must be floating, got {sink.dtype}")
+    return sink
+
+
+def make_rng(dropout_p: float, device: torch.device) -> Tensor | None:
+    """``[2]`` int64 (seed, offset) from the device's default generator; None without dropout."""
+    if dropout_p == 0:
+        return None
+    rng = torch.randint(2**62, (2,), dtype=torch.int64, device=device)
+    rng[1] = 0
+    return rng
