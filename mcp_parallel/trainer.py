@@ -6,10 +6,12 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from mcp_parallel.check import check
 from mcp_parallel.config import Config
 from mcp_parallel.data.batch import BatchSource
-from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.data.corpus import Corpus, open_corpus
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
@@ -27,39 +29,41 @@ class Trainer:
     calls ``fit``.
 
     Args:
-        config: the run, already checked (``mcp_parallel.check``).
-        context: this rank, its process group joined.
-        corpus: the tokens to train on.
+        config: the run; checked again here (``mcp_parallel.check``).
+        context: this rank, its process group joined; None is a run of this process alone.
+        corpus: the tokens to train on; None opens ``config.data``.
         run_dir: where metrics and checkpoints go.
         resume_from: a step directory that verified, of any layout, or None for a new run.
+
+    Raises:
+        ConfigError: the configuration is not legal, or not for this number of ranks.
+        CheckpointError: ``resume_from`` is damaged or of another model.
     """
 
     def __init__(
         self,
         config: Config,
-        context: RankContext,
-        corpus: Corpus,
-        run_dir: Path,
+        context: RankContext | None = None,
+        corpus: Corpus | None = None,
+        run_dir: Path | str = "runs/latest",
         resume_from: Path | None = None,
     ) -> None:
         self.config = config
-        self.context = context
-        mesh = build_mesh(Layout.from_config(config.parallel), context.device)
-        if mesh is None:
-            raise ValueError(
-                f"Trainer: world size must be {Layout.from_config(config.parallel).world_size} "
-                f"for this layout, got {context.world_size}"
-            )
+        self.context = context or _lone_rank()
+        check(config, self.context.world_size)
+        mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
+        assert mesh is not None
         self.train_step = TrainingStep(config, mesh)
         self.data = BatchSource(
-            corpus, config.data.seed, config.model.seq_len, config.train.global_batch_size
+            corpus or open_corpus(config.data, config.model),
+            config.data.seed,
+            config.model.seq_len,
+            config.train.global_batch_size,
         )
         self.run_dir = Path(run_dir)
-        self.step = 0
-        if resume_from is not None:
-            self.step = load_step(resume_from, self.train_step)
+        self.step = load_step(resume_from, self.train_step) if resume_from else 0
         self.monitor = Monitor(
-            config, self.run_dir, start_step=self.step, is_main=context.rank == 0
+            config, self.run_dir, start_step=self.step, is_main=self.context.rank == 0
         )
 
     def fit(self) -> int:
@@ -105,3 +109,9 @@ class Trainer:
 
     def _save(self) -> None:
         save_step(self.run_dir, self.step, self.train_step)
+
+
+def _lone_rank() -> RankContext:
+    return RankContext(
+        rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), store=dist.HashStore()
+    )

@@ -51,6 +51,7 @@ class RankPool:
         self._pids: list[int] = []
         self._pipes: list[Any] = []
         self._folder = ""
+        self._runs = 0
 
     def run(
         self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0
@@ -74,7 +75,8 @@ class RankPool:
             raise ValueError(f"RankPool.run: ranks must be in [1, {self.world_size}], got {count}")
         if not self._pids:
             self._start()
-        request = pickle.dumps((fn, count, args))
+        self._runs += 1
+        request = pickle.dumps((fn, count, args, self._runs))
         try:
             for pipe in self._pipes[:count]:
                 pipe.send_bytes(request)
@@ -179,7 +181,10 @@ def _serve(pipe: Any, rank: int, world: int, store: str, parent_pid: int) -> Non
 def _answer(request: bytes, rank: int, groups: dict[int, Any]) -> bytes:
     world_group = dist.group.WORLD
     try:
-        fn, count, args = pickle.loads(request)
+        fn, count, args, run = pickle.loads(request)
+        # torch names a new group by a count of its own, which ranks that sat a run out lack; give
+        # all of them the same start, with room for the groups of one run.
+        dist.distributed_c10d._world.group_count = run * 10_000
         dist.distributed_c10d._update_default_pg(groups[count])
         return pickle.dumps((True, fn(rank, count, *args)))
     except BaseException:

@@ -1,6 +1,7 @@
 """The model against its textbook formulas, and what splitting it into stages must not change."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch.nn.functional import cross_entropy, silu
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import Layout, split_layers
 from mcp_parallel.model.llama import LlamaStage
+from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.rotary import rotate
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
@@ -25,8 +27,6 @@ CONFIG = ModelConfig(
 
 
 def whole(config=CONFIG, policy="none"):
-    from dataclasses import replace
-
     base = Config()
     run = replace(
         base,
@@ -48,7 +48,7 @@ def textbook(model, tokens, config=CONFIG):
     p = dict(model.named_parameters())
     size = config.hidden_size // config.num_heads
     group = config.num_heads // config.num_kv_heads
-    batch, length = tokens.shape
+    _batch, length = tokens.shape
     half = torch.arange(size // 2, dtype=torch.float64)
     angle = torch.outer(
         torch.arange(length, dtype=torch.float64), config.rope_theta ** (-2 * half / size)
@@ -89,8 +89,6 @@ def make_tokens():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_logits_and_gradients_follow_the_formulas(tied):
-    from dataclasses import replace
-
     config = replace(CONFIG, tie_embeddings=tied)
     model, tokens = whole(config), make_tokens()
     names = [n for n, _ in model.named_parameters()]
@@ -158,6 +156,21 @@ def test_activation_checkpointing_keeps_less(policy):
         return sum(kept)
 
     assert saved_bytes(policy) < 0.7 * saved_bytes("none")
+
+
+def test_norm_gradient():
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: rms_norm(a, b, 1e-3), (x, weight))
+    expected = torch.nn.functional.rms_norm(x, (5,), weight, 1e-3)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-3), expected, rtol=1e-14, atol=1e-14)
+    # A row of zeros divides by sqrt(eps) alone; strided input is as good as any.
+    strided = torch.zeros(4, 10, dtype=torch.float64)[:, ::2].requires_grad_()
+    rms_norm(strided, weight, 1e-3).sum().backward()
+    torch.testing.assert_close(
+        strided.grad, (weight.detach() / math.sqrt(1e-3)).expand(4, 5), rtol=1e-14, atol=0
+    )
 
 
 def test_rotation_gradient():

@@ -113,7 +113,7 @@ def test_unbroken_layouts_pass(results, case):
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_layout_is_found(results, mutation):
-    case, figure = MUTATIONS[mutation]
+    _case, figure = MUTATIONS[mutation]
     result = results[mutation]
     assert not result["ok"], result
     [row] = result["rows"]

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import silu
 
 from mcp_kernels import flash_attn_func
 from mcp_parallel.config import ModelConfig
+from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.region import Region, WholeRegion
 from mcp_parallel.model.remat import Remat
 from mcp_parallel.model.rotary import rotate
@@ -72,7 +73,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each position; shape unchanged."""
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class Block(nn.Module):
