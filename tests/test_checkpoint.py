@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from mcp_parallel.checkpoint import CheckpointError, LocalChunk, Manifest, load, save, verify
 from mcp_parallel.checkpoint.exchange import all_gather_json
-from mcp_parallel.checkpoint.format import DTYPE_BYTES
+from mcp_parallel.checkpoint.format import DTYPE_BYTES, read_header
 from mcp_parallel.checkpoint.io import write_share
 from mcp_parallel.checkpoint.manifest import FILE_NAME, FileRecord
 from mcp_parallel.checkpoint.planning import BoxEntry, describe, plan_save
@@ -293,6 +293,7 @@ def hold(rank: int, layout: str) -> list[LocalChunk]:
     if rank in (0, 3):
         chunks.append(LocalChunk("model.tied", tied, (5, 4), (0, 0)))
     chunks.append(LocalChunk("optim.step", step, (), ()))
+    chunks.append(LocalChunk("a.mask", torch.tensor([True, False, True]), (3,), (0,)))
     chunks.append(slices("model.norm", values((3,), torch.float16, 3), 0, 4)[rank])
     return chunks
 
@@ -318,6 +319,10 @@ def test_four_ranks_save_and_others_load(tmp_path, ranks):
     path = Path(paths[0])
     manifest = verify(path)
     assert len(manifest.files) == 4
+    for shard in path.glob("*.safetensors"):
+        with shard.open("rb") as file:
+            for held in read_header(file, shard.stat().st_size, shard.name).values():
+                assert held.start % DTYPE_BYTES[held.dtype] == 0  # may be read in place
     stored = sum(f.size_bytes for f in manifest.files.values())
     data = sum(
         DTYPE_BYTES[t.dtype] * torch.Size(t.shape).numel() for t in manifest.tensors.values()

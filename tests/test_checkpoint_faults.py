@@ -233,6 +233,27 @@ def test_killed_at_any_moment_the_older_step_stays(tmp_path):
     assert found == [1] * (total - 2) + [2, 2]
 
 
+def test_data_is_on_disk_before_the_name_is(tmp_path, monkeypatch):
+    """Files are synced, then their folder, then it is renamed, then the parent is synced."""
+    synced, real_fsync, real_rename = [], os.fsync, os.rename
+
+    def fsync(fd):
+        real_fsync(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        assert path.stat().st_size, "synced before it was written"
+        synced.append(path.name if path.is_file() else path.name.partition("tmp-")[0])
+
+    def rename(source, target):
+        real_rename(source, target)
+        synced.append("renamed")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    save_on(0, 1, tmp_path, 2)
+    shard = "shard_00000_of_00001.safetensors"
+    assert synced == [shard, FILE_NAME, "step_00000002.", "renamed", tmp_path.name]
+
+
 def disk_full() -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -128,7 +128,7 @@ def load(
 
     Cost: each shard is read once by one rank to verify it, and its wanted parts once more.
     """
-    prepared: list[tuple[Manifest, list[Read], dict[str, ShardReader]]] = []
+    prepared: list[tuple[Manifest, list[Read]]] = []
 
     def prepare() -> str:
         prepared.append(_prepare(path, chunks, fingerprint))
@@ -137,10 +137,10 @@ def load(
     checksums = _together("load", prepare, group)
     if len(set(checksums)) > 1:
         raise CheckpointError(f"load: checkpoint {path} must be the same on all ranks")
-    manifest, reads, readers = prepared[0]
+    manifest, reads = prepared[0]
     mine = _share_of(manifest, len(checksums), rank_in(group))
     _together("load", lambda: verify_files(path, manifest, mine), group)
-    _together("load", lambda: _copy(reads, readers), group)
+    _together("load", lambda: _copy(path, manifest, reads), group)
     return manifest
 
 
@@ -154,10 +154,8 @@ def _together(op: str, work: Callable[[], Any], group: Group) -> list[Any]:
     try:
         value = work()
     except Exception as error:  # whatever it is, the peers wait for an answer
-        problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-        if isinstance(error, ValueError | OSError):
-            problem = str(error)
-        cause = error
+        is_plain = isinstance(error, CheckpointError | ValueError | OSError)
+        problem, cause = str(error) if is_plain else repr(error), error
     answers = all_gather_json([problem, value], group)
     try:
         raise_first(op, [problem for problem, _ in answers])
@@ -226,21 +224,15 @@ def write_share(
 
 def _prepare(
     path: Path, chunks: Sequence[LocalChunk], fingerprint: str | None
-) -> tuple[Manifest, list[Read], dict[str, ShardReader]]:
-    """All that ``load`` can check without reading data: manifest, plan, headers."""
+) -> tuple[Manifest, list[Read]]:
+    """All that ``load`` can check without opening a shard."""
     manifest = Manifest.read(path)
     if fingerprint is not None and fingerprint != manifest.fingerprint:
         raise CheckpointError(
             f"checkpoint {path} is of another model: its fingerprint is "
             f"{manifest.fingerprint!r}, this model's is {fingerprint!r}"
         )
-    reads = plan_load(path, manifest, chunks)
-    contents = manifest.contents()
-    readers = {
-        name: ShardReader(path / name, f"checkpoint {path}: {name}", contents[name])
-        for name in sorted({read.source.file for read in reads})
-    }
-    return manifest, reads, readers
+    return manifest, plan_load(path, manifest, chunks)
 
 
 def _share_of(manifest: Manifest, num_ranks: int, rank: int) -> list[str]:
@@ -254,14 +246,19 @@ def _share_of(manifest: Manifest, num_ranks: int, rank: int) -> list[str]:
     return mine
 
 
-def _copy(reads: Sequence[Read], readers: Mapping[str, ShardReader]) -> None:
-    with torch.no_grad():
-        for read in reads:
-            source = readers[read.source.file].tensor(read.source.key)
-            target = read.target.tensor.detach()
-            _box(target, read.target_offsets, read.sizes).copy_(
-                _box(source, read.source_offsets, read.sizes)
-            )
+def _copy(path: Path, manifest: Manifest, reads: Sequence[Read]) -> None:
+    contents = manifest.contents()
+    by_file: dict[str, list[Read]] = {}
+    for read in reads:
+        by_file.setdefault(read.source.file, []).append(read)
+    for name, parts in by_file.items():
+        with ShardReader(path / name, f"checkpoint {path}: {name}", contents[name]) as reader:
+            for read in parts:
+                source = reader.tensor(read.source.key)
+                target = read.target.tensor.detach()  # a leaf that requires grad is filled too
+                _box(target, read.target_offsets, read.sizes).copy_(
+                    _box(source, read.source_offsets, read.sizes)
+                )
 
 
 def _box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:

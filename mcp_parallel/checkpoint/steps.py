@@ -19,6 +19,7 @@ from pathlib import Path
 
 from mcp_parallel.checkpoint.format import (
     CheckpointError,
+    check_header,
     checksum_file,
     open_regular,
     read_header,
@@ -65,12 +66,7 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
                     f"{where} is damaged: crc32 {checksum}, the manifest says {record.checksum}"
                 )
             header = read_header(file, size, where)
-        held = {key: (entry.dtype, entry.shape) for key, entry in header.items()}
-        if held != contents[name]:
-            odd = sorted(
-                k for k in {*held, *contents[name]} if held.get(k) != contents[name].get(k)
-            )
-            raise CheckpointError(f"{where} does not hold what the manifest says: {odd[:3]}")
+        check_header(header, contents[name], where)
 
 
 def find_latest(checkpoints_dir: Path) -> Path | None:

@@ -106,9 +106,10 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 class ShardReader:
-    """A shard mapped into memory: only the pages that a tensor is copied from are read.
+    """An open shard whose tensors are mapped into memory, one at a time, only when asked for.
 
-    The mapping is private: writing to a tensor that came from here never reaches the file.
+    A mapping is private: writing to a tensor that came from here never reaches the file. The file
+    must not shrink while it is in use (a page that is gone ends the process with SIGBUS).
     """
 
     def __init__(
@@ -119,18 +120,31 @@ class ShardReader:
         Raises:
             CheckpointError: missing, no regular file, or its header says something else.
         """
-        with open_regular(path, where) as file:
-            size = os.fstat(file.fileno()).st_size
-            self._entries = read_header(file, size, where)
+        self._file = open_regular(path, where)
+        try:
+            size = os.fstat(self._file.fileno()).st_size
+            self._entries = read_header(self._file, size, where)
             check_header(self._entries, expected, where)
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        except CheckpointError:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def tensor(self, key: str) -> torch.Tensor:
-        """Tensor ``key``, a view of the mapping."""
+        """Tensor ``key``, a view of a mapping that lives as long as it does."""
         entry = self._entries[key]
         dtype = DTYPES[entry.dtype]
         count = (entry.stop - entry.start) // DTYPE_BYTES[entry.dtype]
         if count == 0:
             return torch.zeros(entry.shape, dtype=dtype)
-        flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.start)
-        return flat.view(entry.shape)
+        skip = entry.start % mmap.ALLOCATIONGRANULARITY
+        begin = entry.start - skip
+        pages = mmap.mmap(
+            self._file.fileno(), entry.stop - begin, access=mmap.ACCESS_COPY, offset=begin
+        )
+        return torch.frombuffer(pages, dtype=dtype, count=count, offset=skip).view(entry.shape)
