@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -150,23 +151,18 @@ def legal_layouts_near(
         for pp in divisors(world_size // tp)
     ]
     degrees.sort(key=lambda d: abs(math.log(d[1] / wanted.tp)) + abs(math.log(d[2] / wanted.pp)))
-    whole = {"parallel.cp": 1} if wanted.cp > 1 else {}
-    layouts = (
-        {"parallel.dp": dp, "parallel.tp": tp, "parallel.pp": pp, **whole}
+    near = (
+        {"dp": dp, "tp": tp, "pp": pp, **({"cp": 1} if wanted.cp > 1 else {})}
         for dp, tp, pp in degrees[:_TRIED_LAYOUTS]
     )
-    return list(islice(_runnable(config, layouts, legal), MAX_WAYS))
+    runnable = (
+        {f"parallel.{key}": degree for key, degree in layout.items()}
+        for layout in near
+        if legal is None or legal(replace(config, parallel=replace(wanted, **layout)))
+    )
+    return list(islice(runnable, MAX_WAYS))
 
 
 # Enough to find three among the nearest; keeps a message for a million ranks under a tenth of a
 # second.
 _TRIED_LAYOUTS = 300
-
-
-def _runnable(
-    config: Config, layouts: Iterable[dict[str, int]], legal: Callable[[Config], bool] | None
-) -> Iterator[dict[str, int]]:
-    for layout in layouts:
-        changed = config.with_overrides([f"{key}={value}" for key, value in layout.items()])
-        if legal is None or legal(changed):
-            yield layout

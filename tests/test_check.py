@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from array import array
+
+import pytest
+from hypothesis import assume, event, given, settings
+from hypothesis import strategies as st
+
+from mcp_parallel import check
+from mcp_parallel.check import find_problems
+from mcp_parallel.cli import check as check_command
+from mcp_parallel.config import Config, ModelConfig, TrainConfig
+from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
+from mcp_parallel.rules.layout import legal_layouts_near
+from mcp_parallel.rules.problem import divisors, nearest, nearest_multiples
+from mcp_parallel.rules.values import BOUNDS, value_of
+
+
+def config_of(**changes):
+    """``config_of(parallel__tp=2)``: the default config with some keys replaced."""
+    mapping = Config().to_mapping()
+    for name, value in changes.items():
+        table, key = name.split("__")
+        mapping[table][key] = value
+    return Config.from_mapping(mapping)
+
+
+def applied(config, way):
+    mapping = config.to_mapping()
+    for name, value in way.items():
+        table, key = name.split(".")
+        mapping[table][key] = value
+    return Config.from_mapping(mapping)
+
+
+def names(config, world_size=None):
+    return [problem.name for problem in find_problems(config, world_size)]
+
+
+def assert_ways_out(config, world_size=None):
+    """Each problem names its key and value, and each choice it offers mends it."""
+    for problem in find_problems(config, world_size):
+        text = str(problem)
+        assert text.isascii()
+        assert text.startswith(f"check: {problem.key} must {problem.rule}, got {problem.got}; use ")
+        assert 1 <= len(problem.ways) <= 3
+        for way in problem.ways:
+            assert problem.name not in names(applied(config, way), world_size), (text, way)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+MISSING = "/nonexistent/data"
+
+# Flags of `check`, the key the message must be about, and the value it must show.
+BAD = [
+    ("--set model.hidden_size=100", "model.hidden_size", "100"),
+    ("--set model.hidden_size=72", "model.hidden_size", "72"),  # heads of 9: odd under RoPE
+    ("--set model.num_heads=6", "model.hidden_size", "128"),
+    ("--set model.num_kv_heads=3", "model.num_kv_heads", "3"),
+    ("--tp 3", "parallel.tp", "3"),
+    ("--tp 8", "parallel.tp", "8"),  # divides the heads, not the kv heads
+    ("--tp 4 --set model.seq_len=126", "model.seq_len", "126"),
+    ("--pp 5", "parallel.pp", "5 * 1 = 5 stages"),
+    ("--pp 2 --schedule interleaved", "parallel.virtual_stages", "1"),
+    ("--pp 2 --set parallel.virtual_stages=2", "parallel.virtual_stages", "2"),
+    ("--set parallel.virtual_stages=2", "parallel.virtual_stages", "2"),
+    (
+        "--pp 2 --schedule interleaved --set parallel.virtual_stages=3",
+        "parallel.pp",
+        "2 * 3 = 6 stages",
+    ),
+    ("--batch-size 18", "train.global_batch_size", "18"),
+    ("--dp 3", "train.global_batch_size", "16"),
+    ("--dp 4 --pp 2", "train.micro_batch_size", "4 and 1 of them"),
+    (
+        "--pp 2 --schedule interleaved --set parallel.virtual_stages=2 --batch-size 12",
+        "train.micro_batch_size",
+        "4 and 3 of them",
+    ),
+    ("--tp 2 --world-size 7", "parallel.dp", "1 * 2 * 1 * 1 = 2"),
+    ("--dp 2 --world-size 8", "parallel.dp", "2 * 1 * 1 * 1 = 2"),
+    ("--cp 2", "parallel.cp", "2"),
+    ("--zero 4", "parallel.zero", "4"),
+    ("--zero -1", "parallel.zero", "-1"),
+    ("--dp 0", "parallel.dp", "0"),
+    ("--tp -2", "parallel.tp", "-2"),
+    ("--steps 0", "train.steps", "0"),
+    ("--set model.num_layers=0", "model.num_layers", "0"),
+    ("--set model.seq_len=1000000000000000000", "model.seq_len", "1000000000000000000"),
+    ("--set train.lr=0", "train.lr", "0.0"),
+    ("--set train.lr=-1", "train.lr", "-1.0"),
+    ("--set train.min_lr=1", "train.min_lr", "1.0"),
+    ("--set train.warmup_steps=201", "train.warmup_steps", "201"),
+    ("--set train.clip_norm=-1", "train.clip_norm", "-1.0"),
+    ("--set train.weight_decay=-0.1", "train.weight_decay", "-0.1"),
+    ("--set train.seed=-1", "train.seed", "-1"),
+    ("--set data.seed=9223372036854775808", "data.seed", "9223372036854775808"),
+    ("--set train.precision=bf16", "train.precision", "bf16"),
+    ("--set train.optimizer=onebit_adam", "train.optimizer", "onebit_adam"),
+    ("--set train.freeze_step=5", "train.freeze_step", "5"),
+    ("--set train.fp32_embedding_steps=1", "train.fp32_embedding_steps", "1"),
+    ("--schedule zero_bubble", "parallel.schedule", "zero_bubble"),
+    ("--set memory.activation_compression=int8", "memory.activation_compression", "int8"),
+    ("--set memory.offload=true", "memory.offload", "true"),
+    ("--set checkpoint.async=true", "checkpoint.async", "true"),
+    ("--set checkpoint.replicas=2", "checkpoint.replicas", "2"),
+    ("--set checkpoint.keep=0", "checkpoint.keep", "0"),
+    ("--set monitor.activations=true", "monitor.activations", "true"),
+    ("--set monitor.every=0", "monitor.every", "0"),
+    (f"--set data.path={MISSING}", "data.path", f"'{MISSING}'"),
+    ("--set data.path=/dev/null", "data.path", "'/dev/null'"),
+    ("--set data.path=''", "data.path", "''"),
+    ("--set model.vocab_size=255", "model.vocab_size", "255"),
+    (f"--resume {MISSING}", "checkpoint.resume", f"'{MISSING}'"),
+    ("--set train.lr=nan", "train.lr", "nan"),
+    ("--set train.lrr=1", "train.lrr", "no such key"),
+    ("--steps 1.5", "train.steps", "1.5"),
+    ("--preset 8b", "model.preset", "'8b'"),
+]
+
+
+def run_check(*words):
+    parser = argparse.ArgumentParser()
+    check_command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["check", *words])
+    return args.run(args)
+
+
+@pytest.mark.parametrize("flags, key, value", BAD, ids=[row[0] for row in BAD])
+def test_bad_configs_are_refused_with_a_way_out(capsys, flags, key, value):
+    words = [word.strip("'") if word == "''" else word for word in flags.split()]
+    assert run_check(*words) == BAD_CONFIG
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    about = [line for line in lines if f": {key} must " in line and f", got {value}" in line]
+    assert about, lines
+    assert all("; " in line and line.isascii() for line in lines)
+
+
+def test_refusal_imports_neither_torch_nor_numpy():
+    """Refusing takes the time of starting Python; importing torch alone takes seconds."""
+    code = (
+        "import sys, mcp_parallel\n"
+        "from mcp_parallel.cli import arguments\n"
+        "config = mcp_parallel.Config()\n"
+        "mcp_parallel.check(config)\n"
+        "mcp_parallel.Layout.from_config(config.parallel)\n"
+        "try:\n"
+        "    mcp_parallel.check(config.with_overrides(['parallel.tp=3', 'train.steps=0']))\n"
+        "except ValueError as error:\n"
+        "    print(sorted({'torch', 'numpy'} & set(sys.modules)), len(error.problems))\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ran.stdout == "[] 4\n"
+
+
+def test_name_check_is_the_function_whatever_is_imported_first():
+    for first in ("import mcp_parallel.check", "from mcp_parallel.check import find_problems"):
+        code = f"{first}\nfrom mcp_parallel import check, Config\ncheck(Config())\nprint(check)"
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert ran.stdout.startswith("<function check"), ran.stderr
+
+
+def test_all_problems_are_told_at_once():
+    config = config_of(
+        parallel__tp=3, parallel__pp=9, train__lr=-1.0, train__seed=-1, data__path=MISSING
+    )
+    with pytest.raises(ConfigError) as refused:
+        check(config)
+    keys = {problem.split(" must ")[0] for problem in refused.value.problems}
+    expected = "parallel.tp model.seq_len parallel.pp train.micro_batch_size train.lr train.seed"
+    assert keys == {f"check: {key}" for key in (*expected.split(), "data.path")}
+
+
+@pytest.mark.parametrize("key", BOUNDS)
+def test_each_number_is_refused_just_outside_its_range_only(key):
+    bound = BOUNDS[key]
+    name = f"range {key}"
+    is_float = isinstance(value_of(Config(), key), float)
+    below = math.nextafter(bound.low, -math.inf) if is_float else int(bound.low) - 1
+    above = math.nextafter(bound.high, math.inf) if is_float else int(bound.high) + 1
+    for value in (below, above, -(10**18), 10**18):
+        if is_float:
+            value = float(value)
+        if not bound.low <= value <= bound.high:
+            config = applied(Config(), {key: value})
+            assert name in names(config)
+            assert_ways_out(config)
+    low = bound.low if not bound.above else math.nextafter(bound.low, math.inf)
+    for value in (low, bound.high):
+        edge = applied(Config(), {key: value if is_float else int(value)})
+        assert name not in names(edge)
+        assert_ways_out(edge)
+    if bound.above:
+        assert name in names(applied(Config(), {key: bound.low}))
+
+
+def test_a_config_built_in_python_is_held_to_its_types():
+    for train in (TrainConfig(steps=1.5), TrainConfig(lr=math.nan), TrainConfig(lr="1")):  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match=r"config: train\.\w+ must be"):
+            check(Config(train=train))
+
+
+def test_a_preset_that_was_never_filled_in_is_refused():
+    config = Config(model=ModelConfig(preset="7b"))
+    assert names(config) == ["preset"]
+    assert_ways_out(config)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 10**12])
+def test_a_world_of_no_size_is_refused(world_size):
+    with pytest.raises(ConfigError, match="world_size must be at least 1"):
+        check(Config(), world_size)
+
+
+# --- rules against their statement ---------------------------------------------------------------
+
+small = st.integers(1, 12)
+ANYTHING = {
+    "model__num_layers": small,
+    "model__hidden_size": st.sampled_from([24, 48, 96, 100, 120, 128]),
+    "model__num_heads": small,
+    "model__num_kv_heads": small,
+    "model__vocab_size": st.sampled_from([256, 257, 1000]),
+    "model__seq_len": st.sampled_from([120, 126, 127, 128]),
+    "parallel__dp": small,
+    "parallel__tp": small,
+    "parallel__pp": small,
+    "parallel__virtual_stages": st.integers(1, 4),
+    "parallel__schedule": st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    "parallel__sequence_parallel": st.booleans(),
+    "parallel__zero": st.integers(0, 3),
+    "train__global_batch_size": st.integers(1, 100),
+    "train__micro_batch_size": small,
+}
+
+
+@st.composite
+def layouts(draw):
+    """Most of them right but for one or two keys, some of them wild."""
+    dp, pp, micro = draw(small), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
+    heads = kv_heads * draw(st.integers(1, 3))
+    virtual = draw(st.integers(2, 3)) if pp > 1 and draw(st.booleans()) else 1
+    right = {
+        "model__num_layers": pp * virtual + draw(st.integers(0, 3)),
+        "model__hidden_size": heads * draw(st.sampled_from([2, 6, 16])),
+        "model__num_heads": heads,
+        "model__num_kv_heads": kv_heads,
+        "model__seq_len": 120,
+        "parallel__dp": dp,
+        "parallel__tp": draw(st.sampled_from(divisors(kv_heads))),
+        "parallel__pp": pp,
+        "parallel__virtual_stages": virtual,
+        "parallel__schedule": "interleaved" if virtual > 1 else draw(st.sampled_from(PLAIN)),
+        "train__global_batch_size": dp * micro * pp * draw(st.integers(1, 3)),
+        "train__micro_batch_size": micro,
+    }
+    keys = draw(st.lists(st.sampled_from(sorted(ANYTHING)), max_size=4, unique=True))
+    return config_of(**{**right, **{key: draw(ANYTHING[key]) for key in keys}})
+
+
+PLAIN = ["gpipe", "1f1b"]
+
+
+def can_run(config):
+    """The rules as the parts that run them state them, without a word on how to mend them."""
+    model, parallel, train = config.model, config.parallel, config.train
+    tp, pp, virtual = parallel.tp, parallel.pp, parallel.virtual_stages
+    unit = parallel.dp * train.micro_batch_size
+    count = train.global_batch_size / unit
+    interleaved = parallel.schedule == "interleaved"
+    return all(
+        (
+            model.num_heads % model.num_kv_heads == 0,
+            model.hidden_size % model.num_heads == 0,
+            model.hidden_size // model.num_heads % 2 == 0,
+            model.num_heads % tp == 0,
+            model.num_kv_heads % tp == 0,
+            model.seq_len % tp == 0 or not parallel.sequence_parallel,
+            pp * virtual <= model.num_layers,
+            virtual == 1 or (interleaved and pp > 1),
+            virtual > 1 or not interleaved or pp == 1,
+            count == int(count),
+            count >= pp or parallel.schedule != "1f1b",
+            count % pp == 0 or not interleaved,
+        )
+    )
+
+
+@given(config=layouts())
+@settings(max_examples=400, deadline=None)
+def test_a_config_is_refused_exactly_when_it_cannot_run(config):
+    event(f"can run: {can_run(config)}")
+    assert (find_problems(config) == []) == can_run(config)
+
+
+@given(config=layouts())
+@settings(max_examples=300, deadline=None)
+def test_every_way_out_mends_its_problem(config):
+    assert_ways_out(config)
+
+
+@given(config=layouts(), world_size=st.integers(1, 64))
+@settings(max_examples=100, deadline=None)
+def test_every_way_out_mends_its_problem_in_a_given_world(config, world_size):
+    product = config.parallel.dp * config.parallel.tp * config.parallel.pp
+    assert ("world_size" in names(config, world_size)) == (product != world_size)
+    assert_ways_out(config, world_size)
+
+
+# Chains of suggestions end: a user who takes the first one each time arrives.
+@given(config=layouts())
+@settings(max_examples=200, deadline=None)
+def test_taking_the_advice_leads_to_a_config_that_runs(config):
+    for _ in range(12):
+        problems = find_problems(config)
+        if not problems:
+            return
+        config = applied(config, problems[0].ways[0])
+    pytest.fail(f"still {[str(p) for p in find_problems(config)]}")
+
+
+@given(world_size=st.integers(1, 256), tp=st.sampled_from([1, 2, 4]), pp=st.sampled_from([1, 2, 4]))
+@settings(deadline=None)
+def test_layouts_offered_for_a_world_run_as_they_are(world_size, tp, pp):
+    config = config_of(
+        parallel__tp=tp, parallel__pp=pp, train__global_batch_size=64, train__micro_batch_size=1
+    )
+    assume(config.parallel.tp * config.parallel.pp != world_size)
+    (problem,) = [p for p in find_problems(config, world_size) if p.name == "world_size"]
+    legal_dps = [
+        (dp, t, p)
+        for t in (1, 2, 4)
+        for p in (1, 2, 3, 4)
+        if world_size % (t * p) == 0 and 64 % (dp := world_size // (t * p)) == 0 and 64 // dp >= p
+    ]
+    offered = [tuple(way.values()) for way in problem.ways]
+    for way in offered:
+        assert math.prod(way) == world_size
+    if legal_dps:
+        assert set(offered) <= set(legal_dps)
+        assert len(offered) == min(3, len(legal_dps))
+
+
+def test_layouts_nearest_to_the_wanted_one_come_first():
+    config = config_of(parallel__tp=4, parallel__pp=2)
+    assert legal_layouts_near(config, 16)[0] == {
+        "parallel.dp": 2,
+        "parallel.tp": 4,
+        "parallel.pp": 2,
+    }
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+def data_names(path, **changes):
+    config = config_of(data__path=str(path), **changes)
+    assert_ways_out(config)
+    return names(config)
+
+
+def test_text_must_fill_one_sample(tmp_path):
+    path = tmp_path / "d\u00e4ta file.txt"
+    for size, expected in ((129, []), (128, ["data too short"]), (0, ["data must hold some text"])):
+        path.write_bytes(b"x" * size)
+        assert data_names(path) == expected
+
+
+def test_a_folder_counts_as_its_text_joined(tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert data_names(tmp_path) == ["data must hold some text"]
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"x" * 64)
+    assert data_names(tmp_path) == []  # 64 + newline + 64
+    (tmp_path / "b").write_bytes(b"x" * 63)
+    assert data_names(tmp_path) == ["data too short"]
+    (tmp_path / "b").write_bytes(b"\0" * 500)
+    assert data_names(tmp_path) == ["data too short"]
+
+
+def test_binary_files_are_no_text(tmp_path):
+    path = tmp_path / "model.npy"
+    path.write_bytes(b"\x93NUMPY\0" * 100)
+    assert data_names(path) == ["data must be text (or end in .bin)"]
+
+
+@pytest.mark.parametrize("vocab_size, code", [(300, "H"), (65536, "H"), (65537, "I")])
+def test_token_files(tmp_path, vocab_size, code):
+    path = tmp_path / "tokens.bin"
+
+    def found(tokens, extra=b""):
+        values = array(code, tokens)
+        if sys.byteorder == "big":
+            values.byteswap()
+        path.write_bytes(values.tobytes() + extra)
+        return data_names(path, model__vocab_size=vocab_size)
+
+    width = array(code).itemsize
+    assert found([vocab_size - 1] * 129) == []
+    assert found([0] * 128) == ["data too short"]
+    assert found([]) == ["data must hold some tokens"]
+    assert found([0] * 129, b"\0") == [f"data must hold whole uint{8 * width} tokens"]
+    if vocab_size != 65536:
+        # Both ends of a file of several megabytes are looked at.
+        for place in (0, -1):
+            tokens = array(code, bytes(width * 2_000_000))
+            tokens[place] = vocab_size
+            assert found(tokens) == ["token out of vocabulary"]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/mem"), reason="needs Linux")
+def test_data_that_cannot_be_read():
+    # A regular file whose first byte no one may read, not even root.
+    assert data_names("/proc/self/mem") == ["data must be readable"]
+
+
+def test_a_pipe_is_refused_unopened(tmp_path):
+    os.mkfifo(tmp_path / "pipe")  # opening it would wait for a writer for ever
+    assert data_names(tmp_path / "pipe") == ["data must name a file or a folder"]
+
+
+def test_checkpoint_to_resume_from_must_be_there(tmp_path):
+    for resume, expected in (
+        ("never", []),
+        ("auto", []),
+        (str(tmp_path), []),
+        (str(tmp_path / "none"), ["resume"]),
+        ("", ["resume"]),
+    ):
+        config = config_of(checkpoint__resume=resume)
+        assert names(config) == expected
+        assert_ways_out(config)
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def test_json_of_a_legal_config(capsys):
+    flags = "--dp 2 --tp 2 --pp 2 --schedule interleaved --set parallel.virtual_stages=2 --json"
+    assert run_check(*flags.split()) == OK
+    result = json.loads(capsys.readouterr().out)
+    assert result["ok"] is True
+    assert Config.from_mapping(result["config"]).parallel.virtual_stages == 2
+    assert (result["world_size"], result["microbatches"]) == (8, 2)
+    assert result["tokens_per_step"] == 16 * 128
+    assert result["parameters"] == 803_968
+    assert [stage["layers"] for stage in result["stages"]] == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    assert [stage["ranks"] for stage in result["stages"]] == [[0, 4], [4, 8], [0, 4], [4, 8]]
+
+
+def test_json_of_a_refused_config(capsys):
+    assert run_check("--tp", "3", "--json") == BAD_CONFIG
+    out, err = capsys.readouterr()
+    assert err == ""
+    result = json.loads(out)
+    assert result["ok"] is False
+    assert len(result["problems"]) == 3
+
+
+def test_table_names_what_would_run(capsys):
+    assert run_check("--pp", "3", "--set", "model.num_layers=5") == OK
+    out = capsys.readouterr().out
+    assert "stage   0: layers 0-1 on ranks 0\n" in out
+    assert "stage   2: layers 4 on ranks 2\n" in out
+    config_text = out[out.index("model:") :]
+    assert "  num_layers: 5\n" in config_text
+
+
+@pytest.mark.parametrize("text", ["x", "-1", "1.5", "", "\u0663"])
+def test_world_size_is_a_number(capsys, text):
+    assert run_check(f"--world-size={text}") == BAD_CONFIG
+    assert "--world-size must be a number of ranks" in capsys.readouterr().err
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number):
+    assert divisors(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+def test_nearest_is_by_ratio_and_the_smaller_wins():
+    assert nearest([1, 2, 4, 8], 3) == [4, 2, 8, 1]
+    assert nearest([8, 2], 4) == [2, 8]
+
+
+@given(
+    unit=st.integers(1, 50),
+    target=st.integers(1, 500),
+    low=st.integers(1, 300),
+    span=st.integers(0, 300),
+)
+def test_nearest_multiples_are_the_nearest(unit, target, low, span):
+    every = [value for value in range(low, low + span + 1) if value % unit == 0]
+    every.sort(key=lambda value: (abs(value - target), value))
+    found = nearest_multiples(unit, target, low, low + span)
+    assert found[:2] == every[:2]
