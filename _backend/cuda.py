@@ -20,7 +20,6 @@ class Cuda:
     """How to compile .cu files."""
 
     nvcc: Path
-    home: Path
     archs: tuple[str, ...]
 
 
@@ -60,7 +59,7 @@ def choose_cuda(torch: FoundTorch | None) -> tuple[Cuda | None, str]:
                 f"torch and nvcc of the same major version, or set MCP_CUDA=auto"
             )
         return None, reason
-    return Cuda(nvcc, nvcc.resolve().parent.parent, cuda_archs()), ""
+    return Cuda(nvcc, cuda_archs()), ""
 
 
 def nvcc_release(nvcc: Path) -> str:
@@ -99,7 +98,7 @@ def gencode_flags(archs: tuple[str, ...]) -> list[str]:
 def nvcc_flags(archs: tuple[str, ...]) -> list[str]:
     """Flags of every .cu file. USE_CUDA opens the CUDA part of torch's stable headers."""
     return [
-        *("-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall"),
+        *("-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler=-fPIC,-fvisibility=hidden"),
         # As -ffp-contract=off on CPU: bits must not depend on what the compiler fuses.
         *("--fmad=false", "-diag-suppress=20012"),
         *gencode_flags(archs),

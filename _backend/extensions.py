@@ -116,7 +116,7 @@ class NativeBuild:
         steps = []
         if self.cuda:
             flags.append("-DMCP_WITH_CUDA")
-            libraries += ["-ltorch_cuda", f"-L{self.cuda.home / 'lib64'}", "-lcudart"]
+            libraries += ["-ltorch_cuda"]
             steps += [self._nvcc(source, includes) for source in self._sources("cuda/*.cu")]
         sources = self._sources("module.cpp", "common/*.cpp", "cpu/*.cpp")
         steps += [self._cxx(source, "_C", flags, includes) for source in sources]
@@ -172,5 +172,10 @@ class NativeBuild:
     def _link(self, steps: list[Step], target: Path, libraries: list[str]) -> Step:
         objects = tuple(step.output for step in steps)
         target = target.resolve()
-        command = [*(self.compiler or []), "-shared", "-s", *map(str, objects), "-o", str(target)]
-        return Step((*command, *libraries), objects, target)
+        if self.cuda and "-ltorch_cuda" in libraries:
+            # nvcc knows where its runtime is; shared, so that torch's copy is used.
+            linker = [str(self.cuda.nvcc), "-cudart=shared", "-shared", "-Xlinker=-s"]
+        else:
+            linker = [*(self.compiler or []), "-shared", "-s"]
+        command = [*linker, *map(str, objects), "-o", str(target), *libraries]
+        return Step(tuple(command), objects, target)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
@@ -131,6 +130,8 @@ def _first_op_inside(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
     """Run ``function`` on shapes alone and note the first op of ours that it calls."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, seldom needed
+
     recorder = _Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True) as fake_mode:
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,8 @@ class OpDefinition:
     name: str
     schema: str
     reference: Callable[..., Any]
-    source_file: str = ""
+    source_file: str
+    """The file that calls ``define_op``: its test and its bench have the same name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,11 @@ def define_op(
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=_library
         )
-    source_file = inspect.getsourcefile(inspect.unwrap(reference)) or ""
     definition = OpDefinition(
-        name=name, schema=schema, reference=reference, source_file=source_file
+        name=name,
+        schema=schema,
+        reference=reference,
+        source_file=sys._getframe(1).f_code.co_filename,
     )
     definitions[name] = definition
     return definition

@@ -12,6 +12,10 @@ import pytest
 import torch
 from ranks import RankPool
 
+if not torch.cuda.is_available():
+    # Triton chooses its interpreter when it is imported, so before anything here imports it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 with warnings.catch_warnings():
     # A pure-Python installation says so once; the suite holds for it too.
     warnings.simplefilter("ignore", RuntimeWarning)

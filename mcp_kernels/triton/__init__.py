@@ -1,0 +1,30 @@
+"""Triton bodies, put on the CUDA key where no CUDA C++ body was built.
+
+Triton is imported in this folder only. ``register()`` does not import it: the module of a body is
+imported at the body's first call.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from mcp_kernels._op import has_body, override
+
+# op -> "module:function" of its body. A new Triton body is one line here.
+BODIES = {
+    "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
+    "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
+}
+
+
+def register() -> None:
+    """Register every body of ``BODIES`` where torch has GPUs of its own and Triton is installed."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return
+    if importlib.util.find_spec("triton") is None:
+        return
+    for op, body in BODIES.items():
+        if not has_body(op, "CUDA"):
+            override(op, body, "CUDA", backend="triton")
