@@ -139,3 +139,14 @@ def test_every_case_is_a_legal_configuration(case, precision):
     from mcp_parallel.check import check
 
     check(case.configure(Config(), precision))
+
+
+def test_the_command_runs_the_whole_matrix():
+    command = [sys.executable, "-W", "ignore", "-m", "mcp_parallel", "parity", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert {(row["case"], row["precision"]) for row in report["rows"]} == {
+        (case.name, precision) for case in MATRIX for precision in ("fp64", "fp32")
+    }
