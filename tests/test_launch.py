@@ -29,7 +29,7 @@ from mcp_parallel.launch.variables import under_torchrun
 
 REPOSITORY = Path(__file__).parent.parent
 # Generous: eight runs may share two cores. A launcher that hangs fails its test after this.
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 # Ranks that must be ended by force sleep far longer than that.
 FOREVER_S = 3600.0
 

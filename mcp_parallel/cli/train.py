@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
@@ -74,28 +74,31 @@ def _run_under_torchrun(args: argparse.Namespace) -> int:
 
     from mcp_parallel.launch.env import run_from_env
 
-    def be_a_rank(context: RankContext) -> int:
-        if context.rank != 0:
-            decision = json.loads(context.store.get("start"))
-            return _follow(config, context, decision, options)
-        try:
-            with _opened_run(config, options) as (folder, start):
-                decision = {
-                    "run_dir": str(folder.path),
-                    "resume_from": start.resume_from and str(start.resume_from),
-                    "status": OK if _is_finished(config, start) else None,
-                }
-                context.store.set("start", json.dumps(decision))
-                return _report(folder, _follow(config, context, decision, options), options)
-        except ConfigError:
-            context.store.set("start", json.dumps({"status": BAD_CONFIG}))
-            raise
-
-    return run_from_env(be_a_rank)
+    return run_from_env(lambda context: _be_a_rank(config, options, context))
 
 
-def _follow(config: Config, context: RankContext, decision: dict, options: RunOptions) -> int:
-    """Do what rank 0 decided."""
+def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int:
+    """Rank 0 chooses folder and checkpoint and tells the others, or tells them that it refused."""
+    if context.rank != 0:
+        return _follow(config, options, context, json.loads(context.store.get("start")))
+    try:
+        with _opened_run(config, options) as (folder, start):
+            decision = {
+                "run_dir": str(folder.path),
+                "resume_from": start.resume_from and str(start.resume_from),
+                "status": OK if _is_finished(config, start) else None,
+            }
+            context.store.set("start", json.dumps(decision))
+            return _report(folder, _follow(config, options, context, decision), options)
+    except ConfigError:
+        context.store.set("start", json.dumps({"status": BAD_CONFIG}))
+        raise
+
+
+def _follow(
+    config: Config, options: RunOptions, context: RankContext, decision: dict[str, Any]
+) -> int:
+    """Do what rank 0 decided; a status there means that no training is to be done."""
     if decision["status"] is not None:
         return decision["status"]
     resume_from = decision["resume_from"] and Path(decision["resume_from"])

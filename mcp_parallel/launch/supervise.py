@@ -24,6 +24,9 @@ _TERM_GRACE_S = 1.0
 # All ranks return the same status (3, 4) at the same step; one that does not is stuck.
 _AGREE_GRACE_S = 30.0
 
+# Rank 0 may be drawing a progress bar: clear its line, and show the cursor that it hides.
+_TERMINAL_RESET = "\r\x1b[2K\x1b[?25h"
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -193,5 +196,7 @@ def _say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.flush()
         encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+        if sys.stderr.isatty():
+            text = _TERMINAL_RESET + text
         sys.stderr.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
         sys.stderr.flush()
