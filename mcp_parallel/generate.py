@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,8 +21,11 @@ from mcp_parallel.layout import Layout
 from mcp_parallel.model.llama import LlamaStage
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
+from mcp_parallel.presets import num_parameters
 
 BYTE_VOCAB = 256
+# One token of a smaller model is less work than waking a second thread, on busy cores far less.
+_ONE_THREAD_BELOW = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ def load_model(checkpoint: Path) -> tuple[LlamaStage, Config, int]:
     manifest = Manifest.read(checkpoint)
     saved = Config.from_mapping(manifest.extra["config"])
     config = replace(saved, parallel=ParallelConfig())
+    if num_parameters(config.model) < _ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     mesh = build_mesh(Layout(), torch.device("cpu"))
     assert mesh is not None
     stage = build_stages(config, mesh)[0]
