@@ -130,6 +130,11 @@ def rounding_bound(problem: Problem, dtype: torch.dtype, partials: int) -> Tenso
     return once if partials == 1 else once + 0.5 * eps * magnitude
 
 
+def count_collectives(profile: torch.profiler.profile) -> int:
+    """Collectives that ran inside ``profile``."""
+    return sum(e.count for e in profile.key_averages() if e.key.startswith("c10d::"))
+
+
 def _strided(x: Tensor) -> Tensor:
     """The same values behind an inner stride of 2 and a storage offset."""
     padded = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1] + 1)

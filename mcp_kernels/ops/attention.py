@@ -167,7 +167,8 @@ def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     dout, dlse, q, k, v, bias, slopes, sink, rng = ctx.saved_tensors
     with torch.enable_grad():
         # Fresh handles: q, k and v may be one tensor, and each place has a gradient of its own.
-        dout, dlse, q, k, v, bias, sink = map(_handle, (dout, dlse, q, k, v, bias, sink))
+        dout, q, k, v = (_handle(t) for t in (dout, q, k, v))
+        dlse, bias, sink = (None if t is None else _handle(t) for t in (dlse, bias, sink))
         inputs = make_inputs((q, k, v), bias, slopes, sink, rng, AttentionOptions(*ctx.options))
         results = attention_composite(inputs)
         wanted = [q, k, v, bias if ctx.needs_dbias else None, sink]
@@ -179,8 +180,8 @@ def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     return d_dout, d_dlse, dq, dk, dv, None, None, dbias, None, dsink, *rest
 
 
-def _handle(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None or not tensor.is_floating_point():
+def _handle(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
         return tensor
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
 

@@ -55,21 +55,19 @@ def hide_outside_window_(
 ) -> Tensor:
     """Set ``scores[..., row, key]`` to ``fill`` where the window hides the key, whatever it holds.
 
-    tril_ and triu_ select, so a NaN in a hidden place is gone, and they cost a fraction of
-    masked_fill_; what they leave is 0, and the fill is added where it is not.
+    tril_ and triu_ select, so a NaN in a hidden place is gone, and cost a fraction of masked_fill_;
+    they leave 0, to which the fill is added.
     """
-    hidden = None
-    if options.window_right >= 0 and keys.stop > rows.start + offset + options.window_right + 1:
-        diagonal = rows.start + offset + options.window_right - keys.start
-        scores.tril_(diagonal)
-        hidden = _ones_like_mask(scores).triu_(diagonal + 1)
-    if options.window_left >= 0 and keys.start < rows.stop - 1 + offset - options.window_left:
-        diagonal = rows.start + offset - options.window_left - keys.start
-        scores.triu_(diagonal)
-        left = _ones_like_mask(scores).tril_(diagonal - 1)
-        hidden = left if hidden is None else hidden.add_(left)
-    if hidden is not None and fill != 0:
-        scores.add_(hidden.masked_fill_(hidden != 0, fill))
+    last = rows.start + offset + options.window_right - keys.start
+    if options.window_right >= 0 and len(keys) > last + 1:
+        scores.tril_(last)
+        if fill != 0:
+            scores.add_(_full_matrix(scores, fill).triu_(last + 1))
+    first = rows.start + offset - options.window_left - keys.start
+    if options.window_left >= 0 and first + len(rows) > 1:
+        scores.triu_(first)
+        if fill != 0:
+            scores.add_(_full_matrix(scores, fill).tril_(first - 1))
     return scores
 
 
@@ -126,5 +124,5 @@ def dropout_keep(
     return by_key.index_select(-1, keys - 4 * first) >= round(dropout_p * 2**32)
 
 
-def _ones_like_mask(scores: Tensor) -> Tensor:
-    return torch.ones(scores.shape[-2:], dtype=scores.dtype, device=scores.device)
+def _full_matrix(scores: Tensor, fill: float) -> Tensor:
+    return torch.full(scores.shape[-2:], fill, dtype=scores.dtype, device=scores.device)
