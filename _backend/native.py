@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,9 @@ from pathlib import Path
 # runs several passes for each architecture.
 GB_PER_CXX_JOB = 1
 GB_PER_NVCC_JOB = 4
+
+# As g++, clang++, nvcc and ld begin what is wrong; a path may hold the word too.
+ERROR = re.compile(r"\berror: |undefined reference|cannot find -l")
 
 
 class CompileError(RuntimeError):
@@ -152,5 +156,5 @@ def _run(command: Sequence[str]) -> None:
     )
     if answer.returncode:
         print(answer.stdout)
-        errors = [line for line in answer.stdout.splitlines() if "error" in line.lower()]
+        errors = [line for line in answer.stdout.splitlines() if ERROR.search(line)]
         raise CompileError((errors or answer.stdout.splitlines() or ["no output"])[0].strip())

@@ -1,0 +1,67 @@
+# Four commands: make train, make test, make bench, make check. Each sets up what it needs.
+#
+# TORCH is what is installed where no torch is there; point it at a CPU wheel where one is at hand:
+#   make train TORCH=./torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+BIN = .venv/bin
+
+# The reinstall compiles csrc/ again, so it follows the sources; Python files are used in place.
+BUILD_INPUTS = pyproject.toml setup.py MANIFEST.in $(wildcard _backend/*.py) \
+	$(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+NEEDS = .venv/.installed
+NEEDS_DEV = .venv/.installed-dev
+
+TRAIN_FLAGS = --preset tiny --dp 2 --tp 2 --pp 2
+# A run folder that holds a run is refused, so each make train takes the next free number.
+RUN_DIR ?= $(shell n=1; while [ -e runs/tiny-$$n ]; do n=$$((n + 1)); done; echo runs/tiny-$$n)
+
+.PHONY: train test test-slow bench check format clean
+
+train: $(NEEDS)
+	@run_dir="$(RUN_DIR)" && \
+	$(BIN)/mcp-parallel train $(TRAIN_FLAGS) --run-dir "$$run_dir" && \
+	$(BIN)/mcp-parallel generate "$$run_dir" --prompt "def " --max-new-tokens 200
+
+test: $(NEEDS_DEV)
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(NEEDS_DEV)
+	$(BIN)/python -m pytest -m slow
+
+bench: $(NEEDS_DEV)
+	$(BIN)/python -m pytest bench -q --benchmark-enable --benchmark-only \
+		--benchmark-columns=min,median,iqr,rounds
+
+SOURCES = mcp_kernels mcp_parallel tests bench _backend setup.py
+CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+
+check: $(NEEDS_DEV)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(BIN)/basedpyright
+
+format: $(NEEDS_DEV)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/clang-format -i $(CXX_SOURCES)
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -f mcp_kernels/*.so mcp_kernels/_build_record.json .venv/.installed .venv/.installed-dev
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+.venv/.torch: | $(BIN)/python
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	@touch $@
+
+$(NEEDS): $(BUILD_INPUTS) .venv/.torch
+	$(BIN)/python -m pip install -e ".[tb]"
+	@touch $@
+
+$(NEEDS_DEV): $(BUILD_INPUTS) .venv/.torch
+	$(BIN)/python -m pip install -e ".[dev]"
+	@touch $(NEEDS) $@
