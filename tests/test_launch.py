@@ -1,7 +1,7 @@
 """Local launch: real ranks that reduce, fail, die and are told to stop; nothing is left behind.
 
-Launchers run in processes of their own, started as ``python test_launch.py SCENARIO RANKS FOLDER``,
-because tests send signals to them and kill them. Ranks note down what they saw in FOLDER.
+Launchers are forks of the test process, because tests send signals to them and kill them. Ranks
+note down what they saw in a folder.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -148,33 +150,72 @@ def restart_once(context: RankContext, folder: Path) -> int:
 # ---------------------------------------------------------------- how tests start them
 
 
-def start(entry, ranks: int, folder: Path, **variables: str) -> subprocess.Popen[str]:
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY), **variables}
-    return subprocess.Popen(
-        [sys.executable, __file__, entry.__name__, str(ranks), str(folder)],
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Launcher:
+    """A process that runs ``launch_local``, with what it writes kept in files."""
+
+    def __init__(self, entry, ranks: int, folder: Path, variables: dict[str, str]) -> None:
+        self._streams = [folder / "stdout.txt", folder / "stderr.txt"]
+        self.code: int | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # idle threads of this process
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._launch(entry, ranks, folder, variables)
+
+    def _launch(self, entry, ranks: int, folder: Path, variables: dict[str, str]) -> None:
+        code = 99
+        try:
+            for fd, path in enumerate(self._streams, start=1):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), fd)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", encoding="utf-8") for fd in (1, 2))
+            sys.platform = variables.pop("TEST_PLATFORM", sys.platform)
+            os.environ.update(variables)
+            code = launch_local(lambda context: entry(context, folder), ranks, timeout_s=PATIENCE_S)
+        finally:
+            os._exit(code)
+
+    def text(self, fd: int) -> str:
+        """What is on stdout (1) or stderr (2) by now."""
+        path = self._streams[fd - 1]
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def is_running(self) -> bool:
+        if self.code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self.code = os.waitstatus_to_exitcode(status)
+        return self.code is None
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Wait for the end: status, stdout, stderr."""
+        try:
+            wait_until(lambda: not self.is_running(), "the end of the launcher")
+        finally:
+            self.kill()
+        assert self.code is not None
+        return self.code, self.text(1), self.text(2)
+
+    def kill(self) -> None:
+        if self.is_running():
+            os.kill(self.pid, signal.SIGKILL)
+            self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def finish(launcher: subprocess.Popen[str]) -> tuple[int, str, str]:
-    try:
-        out, err = launcher.communicate(timeout=PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        kill_and_wait(launcher)
-        raise
-    return launcher.returncode, out, err
+@pytest.fixture
+def start():
+    """``start(entry, ranks, folder, NAME=value)``: launchers that end with the test."""
+    launchers: list[Launcher] = []
 
+    def start_one(entry, ranks: int, folder: Path, **variables: str) -> Launcher:
+        launchers.append(Launcher(entry, ranks, folder, variables))
+        return launchers[-1]
 
-def kill_and_wait(launcher: subprocess.Popen[str]) -> None:
-    """Not ``communicate``: a rank that lives on would hold the other end of the pipes open."""
-    launcher.kill()
-    launcher.wait()
-    for pipe in (launcher.stdout, launcher.stderr):
-        assert pipe is not None
-        pipe.close()
+    yield start_one
+    for launcher in launchers:
+        launcher.kill()
 
 
 def notes(folder: Path, ranks: int) -> list[dict]:
@@ -216,7 +257,7 @@ def assert_nobody_left(folder: Path, ranks: int, within_s: float = 0.0) -> None:
 # ---------------------------------------------------------------- launches
 
 
-def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(tmp_path):
+def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(start, tmp_path):
     folder = tmp_path / "r\u00e9sultats d'\u00e9t\u00e9"
     folder.mkdir()
     leftovers = {
@@ -227,7 +268,7 @@ def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(tmp_path):
         "SLURM_PROCID": "3",
         "OMP_NUM_THREADS": "3",
     }
-    code, out, err = finish(start(report, 4, folder, **leftovers))
+    code, out, err = start(report, 4, folder, **leftovers).finish()
     assert code == 0, err
     assert out == "stdout of 0\n"
     for rank in (1, 2, 3):
@@ -242,8 +283,8 @@ def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(tmp_path):
     assert_nobody_left(folder, 4)
 
 
-def test_the_first_failure_is_named_first_and_everyone_else_is_ended(tmp_path):
-    code, _, err = finish(start(fail_in_rank_2, 4, tmp_path))
+def test_the_first_failure_is_named_first_and_everyone_else_is_ended(start, tmp_path):
+    code, _, err = start(fail_in_rank_2, 4, tmp_path).finish()
     assert code == 1
     lines = err.splitlines()
     assert lines[0] == "rank 2 failed: ValueError: planted"
@@ -263,28 +304,36 @@ def test_the_first_failure_is_named_first_and_everyone_else_is_ended(tmp_path):
         ("leave", "rank 1 ended with status 0 while others were at work"),
     ],
 )
-def test_a_rank_that_is_lost_is_named_before_its_peers_complaints(tmp_path, how, words):
+def test_a_rank_that_is_lost_is_named_before_its_peers_complaints(start, tmp_path, how, words):
     folder = tmp_path / how
     folder.mkdir()
-    code, _, err = finish(start(lose_rank_1, 3, folder))
+    code, _, err = start(lose_rank_1, 3, folder).finish()
     assert code == 1
     assert err.splitlines()[0] == words
     assert ("string_at" in err) == (how == "segfault")  # the stack of the crash comes along
     assert_nobody_left(folder, 3)
 
 
-def test_a_status_that_all_ranks_return_is_the_status_of_the_job(tmp_path):
-    code, _, err = finish(start(diverge, 2, tmp_path))
+def test_an_error_of_all_ranks_is_told_once(start, tmp_path):
+    code, _, err = start(report, 3, tmp_path, MCP_DEVICE="tpu").finish()
+    assert code == 1
+    assert err.count("MCP_DEVICE must be auto, cpu or cuda, got 'tpu'") == 2  # and in its traceback
+    assert err.count("Traceback") == 1
+    assert re.search(r"\nthe same on rank \d and \d\n$", err)
+
+
+def test_a_status_that_all_ranks_return_is_the_status_of_the_job(start, tmp_path):
+    code, _, err = start(diverge, 2, tmp_path).finish()
     assert (code, err) == (3, "")
     assert_nobody_left(tmp_path, 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_signal_reaches_every_rank_once_and_lets_it_finish(tmp_path, number):
+def test_one_signal_reaches_every_rank_once_and_lets_it_finish(start, tmp_path, number):
     launcher = start(train_until_stopped, 3, tmp_path)
     wait_ready(tmp_path, 3)
     launcher.send_signal(number)
-    code, _, err = finish(launcher)
+    code, _, err = launcher.finish()
     assert code == 4
     assert err == "stopping after this step; a second signal ends all ranks at once\n"
     # One reduce may see the signal on some ranks only; that one already stops all of them.
@@ -293,28 +342,27 @@ def test_one_signal_reaches_every_rank_once_and_lets_it_finish(tmp_path, number)
     assert_nobody_left(tmp_path, 3)
 
 
-def test_a_second_signal_ends_ranks_that_do_not_listen(tmp_path):
+def test_a_second_signal_ends_ranks_that_do_not_listen(start, tmp_path):
     launcher = start(sleep, 2, tmp_path)
     wait_ready(tmp_path, 2)
     launcher.send_signal(signal.SIGINT)
-    assert launcher.stderr is not None
-    assert launcher.stderr.readline().startswith("stopping after this step")
+    wait_until(lambda: "stopping after this step" in launcher.text(2), "the first signal's notice")
     launcher.send_signal(signal.SIGINT)
-    code, _, err = finish(launcher)
+    code, _, err = launcher.finish()
     assert code == 4
-    assert err == "ending all ranks at once: steps since the last checkpoint are lost\n"
+    assert err.endswith("ending all ranks at once: steps since the last checkpoint are lost\n")
     assert_nobody_left(tmp_path, 2)
 
 
 @pytest.mark.parametrize("platform", [sys.platform, "a system without prctl"])
-def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, platform):
+def test_ranks_die_with_a_launcher_that_is_killed(start, tmp_path, platform):
     launcher = start(sleep, 2, tmp_path, TEST_PLATFORM=platform)
     wait_ready(tmp_path, 2)
-    kill_and_wait(launcher)
+    launcher.kill()
     assert_nobody_left(tmp_path, 2, within_s=PATIENCE_S)
 
 
-def test_two_launches_run_side_by_side(tmp_path):
+def test_two_launches_run_side_by_side(start, tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -322,17 +370,17 @@ def test_two_launches_run_side_by_side(tmp_path):
     for folder in folders:
         wait_ready(folder, 2)
     launchers[0].send_signal(signal.SIGTERM)
-    assert finish(launchers[0])[0] == 4
-    assert launchers[1].poll() is None  # stopping one does not touch the other
+    assert launchers[0].finish()[0] == 4
+    assert launchers[1].is_running()  # stopping one does not touch the other
     launchers[1].send_signal(signal.SIGTERM)
-    assert finish(launchers[1])[0] == 4
+    assert launchers[1].finish()[0] == 4
 
 
 def test_torchrun_restarts_a_rank_on_the_store_of_the_dead_attempt(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["--max-restarts=1", "--monitor-interval=0.1", __file__]
     result = subprocess.run(
-        [*command, "restart_once", "2", str(tmp_path)],
+        [*command, "restart_once", str(tmp_path)],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -452,9 +500,6 @@ def test_the_device_can_be_forced_and_a_wrong_word_is_refused(monkeypatch):
         choose_device(0, 4096)
 
 
-if __name__ == "__main__":
-    scenario, count, where = globals()[sys.argv[1]], int(sys.argv[2]), Path(sys.argv[3])
-    if under_torchrun():
-        sys.exit(run_from_env(lambda context: scenario(context, where), timeout_s=PATIENCE_S))
-    sys.platform = os.environ.get("TEST_PLATFORM", sys.platform)
-    sys.exit(launch_local(lambda context: scenario(context, where), count, timeout_s=PATIENCE_S))
+if __name__ == "__main__":  # as a rank of torchrun: SCENARIO FOLDER
+    scenario, where = globals()[sys.argv[1]], Path(sys.argv[2])
+    sys.exit(run_from_env(lambda context: scenario(context, where), timeout_s=PATIENCE_S))

@@ -8,7 +8,6 @@ import ctypes
 import faulthandler
 import io
 import os
-import random
 import signal
 import socket
 import sys
@@ -89,7 +88,6 @@ def _become_a_rank(spec: RankSpec) -> StopFlag:
     set_rank_variables(spec.rank, spec.world_size)
     os.environ["OMP_NUM_THREADS"] = str(spec.threads)
     torch.set_num_threads(spec.threads)
-    random.seed(spec.rank)
     return stop_flag
 
 
@@ -115,9 +113,10 @@ def die_with_parent(parent_pid: int, lifeline_fd: int) -> None:
 class _PrefixedStream(io.TextIOBase):
     """Writes whole lines to a file descriptor, each after ``[rank N]``."""
 
-    def __init__(self, fd: int, prefix: str) -> None:
+    def __init__(self, fd: int, prefix: str, encoding: str) -> None:
         self._fd = fd
         self._prefix = prefix
+        self._encoding = encoding
         self._pending = ""
 
     def writable(self) -> bool:
@@ -140,7 +139,7 @@ class _PrefixedStream(io.TextIOBase):
     def _emit(self, lines: list[str]) -> None:
         block = "".join(f"{self._prefix}{line}\n" for line in lines)
         # One write a block, so that lines of several ranks don't mix.
-        os.write(self._fd, block.encode("ascii", "backslashreplace"))
+        os.write(self._fd, block.encode(self._encoding, "backslashreplace"))
 
 
 def _own_streams(rank: int) -> None:
@@ -153,7 +152,7 @@ def _own_streams(rank: int) -> None:
     os.dup2(null, 1)
     os.close(null)
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
-    sys.stderr = _PrefixedStream(2, f"[rank {rank}] ")
+    sys.stderr = _PrefixedStream(2, f"[rank {rank}] ", sys.stderr.encoding or "ascii")
     warnings.simplefilter("ignore")  # rank 0 shows the same ones
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
 
 import torch
 import torch.distributed as dist
-
-# Long enough for eight ranks on two busy cores to start, short enough to notice a hang.
-DEFAULT_TIMEOUT_S = 120.0
 
 
 class StopFlag:
@@ -68,7 +66,9 @@ def choose_device(local_rank: int, local_world_size: int) -> torch.device:
             f"here, got {devices}; start {max(devices, 1)} ranks or set MCP_DEVICE=cpu"
         )
     if devices and local_rank == 0:
-        print(f"{local_world_size} ranks share {devices} CUDA devices: training on the CPU")  # noqa: T201
+        sys.stderr.write(
+            f"training on the CPU: {local_world_size} ranks here, but {devices} CUDA devices\n"
+        )
     return torch.device("cpu")
 
 

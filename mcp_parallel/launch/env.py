@@ -18,13 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from mcp_parallel.launch.context import (
-    DEFAULT_TIMEOUT_S,
-    RankContext,
-    StopFlag,
-    choose_device,
-    join_group,
-)
+from mcp_parallel.launch import DEFAULT_TIMEOUT_S
+from mcp_parallel.launch.context import RankContext, StopFlag, choose_device, join_group
 from mcp_parallel.launch.cores import threads_per_rank
 
 _PREFIX = "mcp"

@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from mcp_parallel.launch import DEFAULT_TIMEOUT_S
 from mcp_parallel.launch.cores import threads_per_rank
 from mcp_parallel.launch.supervise import Supervisor
 
 if TYPE_CHECKING:
     from mcp_parallel.launch.child import Entry
-
-DEFAULT_TIMEOUT_S = 120.0
 
 
 def launch_local(

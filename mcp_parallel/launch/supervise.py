@@ -184,11 +184,19 @@ def _failure_text(blamed: list[RankEnd], ends: list[RankEnd]) -> str:
     lines.append(first.describe())
     if first.details:
         lines.append(first.details.rstrip())
-    lines += [f"then {end.describe()}" for end in blamed[1:] if not end.is_effect]
-    lost_a_peer = sorted(end.rank for end in blamed[1:] if end.is_effect)
+    alike = sorted(end.rank for end in blamed[1:] if _is_same(end, first))
+    if alike:
+        lines.append(f"the same on rank {joined(alike, last='and')}")
+    others = [end for end in blamed[1:] if not _is_same(end, first)]
+    lines += [f"then {end.describe()}" for end in others if not end.is_effect]
+    lost_a_peer = sorted(end.rank for end in others if end.is_effect)
     if lost_a_peer:
         lines.append(f"then lost a peer: rank {joined(lost_a_peer, last='and')}")
     return "\n".join(lines)
+
+
+def _is_same(end: RankEnd, first: RankEnd) -> bool:
+    return (end.kind, end.code, end.summary) == (first.kind, first.code, first.summary)
 
 
 def _say(text: str) -> None:

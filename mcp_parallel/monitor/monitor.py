@@ -22,7 +22,7 @@ class Monitor:
     """Records the steps of a run; does nothing on ranks that are not ``is_main``.
 
     A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
-    clipping), ``lr``, ``tokens`` (trained on since the run began, earlier sessions included),
+    clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
     and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean).
 
     Args:
