@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from pathlib import Path
@@ -22,12 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcp_parallel.launch import cores
-from mcp_parallel.launch.context import RankContext, choose_device
-from mcp_parallel.launch.env import agree_on_attempt, run_from_env
+from mcp_parallel.launch.context import RankContext
+from mcp_parallel.launch.env import run_from_env
 from mcp_parallel.launch.local import launch_local
-from mcp_parallel.launch.report import RankEnd, in_order_of_blame
-from mcp_parallel.launch.variables import under_torchrun
 
 REPOSITORY = Path(__file__).parent.parent
 # Generous: eight runs may share two cores. A launcher that hangs fails its test after this.
@@ -388,116 +384,6 @@ def test_torchrun_restarts_a_rank_on_the_store_of_the_dead_attempt(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert [facts["attempt"] for facts in notes(tmp_path, 2)] == [1, 1]
-
-
-def test_wrong_calls_are_refused():
-    with pytest.raises(ValueError, match="launch_local: world_size must be >= 1, got 0"):
-        launch_local(lambda context: 0, 0)
-    with pytest.raises(ValueError, match="launch_local: timeout_s must be > 0, got nan"):
-        launch_local(lambda context: 0, 1, timeout_s=float("nan"))
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            launch_local(lambda context: 0, 1)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    assert "must be called from the main thread" in str(errors[0])
-
-
-# ---------------------------------------------------------------- pure parts
-
-
-def end(rank: int, at_s: float, kind="raised", code=1, is_effect=False) -> RankEnd:
-    return RankEnd(rank=rank, at_s=at_s, kind=kind, code=code, is_effect=is_effect)
-
-
-def test_blame_goes_to_causes_before_effects_and_to_the_earliest():
-    ends = [
-        end(0, 1.0, is_effect=True),
-        end(1, 3.0),
-        end(2, 2.0),
-        end(3, 4.0, kind="killed", code=signal.SIGKILL),  # noticed last, yet nobody's effect
-        end(4, 1.5, kind="killed", code=signal.SIGABRT),
-        end(5, 0.5, kind="returned", code=0),
-    ]
-    assert [blamed.rank for blamed in in_order_of_blame(ends)] == [3, 4, 2, 1, 0]
-
-
-def test_only_a_full_set_of_variables_makes_a_rank_of_torchrun():
-    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    elastic = {**rendezvous, "TORCHELASTIC_RUN_ID": "none"}
-    assert under_torchrun(elastic)
-    assert under_torchrun({**rendezvous, "LOCAL_RANK": "0", "GROUP_RANK": "0"})
-    assert not under_torchrun(rendezvous)
-    assert not under_torchrun({**rendezvous, "LOCAL_RANK": "0"})
-    for name in rendezvous:
-        assert not under_torchrun({k: v for k, v in elastic.items() if k != name})
-
-
-def test_ranks_agree_on_an_attempt_that_no_dead_rank_had():
-    world_size, store = 4, dist.HashStore()
-    # A dead attempt: rank 0 counted itself in, rank 2 said hello and was answered.
-    assert store.add("attempts", 1) == 1
-    store.set("hello/2", "dead")
-    store.set("answer/dead", "1")
-    store.set("seen/1/2", "")
-
-    def agree_all() -> list[int]:
-        got: dict[int, int] = {}
-
-        def agree(rank: int) -> None:
-            time.sleep(0.1 * rank)  # rank 0 meets the dead rank's hello first
-            got[rank] = agree_on_attempt(
-                store, rank=rank, world_size=world_size, timeout_s=PATIENCE_S
-            )
-
-        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [got[rank] for rank in range(world_size)]
-
-    assert agree_all() == [2] * world_size
-    assert agree_all() == [3] * world_size
-
-
-def test_a_rank_that_never_arrives_is_named():
-    with pytest.raises(RuntimeError, match="waited for rank 1 to arrive"):
-        agree_on_attempt(dist.HashStore(), rank=0, world_size=2, timeout_s=0.05)
-
-
-def test_threads_follow_the_user_else_share_affinity_and_quota(monkeypatch, tmp_path):
-    quota = tmp_path / "cpu.max"
-    monkeypatch.setattr(cores, "_QUOTA_V2", quota)
-    monkeypatch.setattr(cores, "affinity_cores", lambda: 16)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    quota.write_text("max 100000\n")
-    assert [cores.threads_per_rank(ranks) for ranks in (1, 3, 16, 64)] == [16, 5, 1, 1]
-    quota.write_text("450000 100000\n")
-    assert cores.usable_cores() == 4
-    quota.write_text("50000 100000\n")
-    assert cores.usable_cores() == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "6,2")
-    assert cores.threads_per_rank(64) == 6
-    monkeypatch.setenv("OMP_NUM_THREADS", "many")
-    assert cores.threads_per_rank(64) == 1
-
-
-def test_the_device_can_be_forced_and_a_wrong_word_is_refused(monkeypatch):
-    monkeypatch.setenv("MCP_DEVICE", "cpu")
-    assert choose_device(0, 1) == torch.device("cpu")
-    monkeypatch.setenv("MCP_DEVICE", "tpu")
-    with pytest.raises(ValueError, match="MCP_DEVICE must be auto, cpu or cuda, got 'tpu'"):
-        choose_device(0, 1)
-    monkeypatch.setenv("MCP_DEVICE", "cuda")
-    with pytest.raises(ValueError, match="must have a device for each of the 4096 ranks"):
-        choose_device(0, 4096)
 
 
 if __name__ == "__main__":  # as a rank of torchrun: SCENARIO FOLDER
