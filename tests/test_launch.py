@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -22,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from mcp_parallel.launch.context import RankContext
-from mcp_parallel.launch.env import run_from_env
 from mcp_parallel.launch.local import launch_local
 
 REPOSITORY = Path(__file__).parent.parent
@@ -130,16 +128,6 @@ def sleep(context: RankContext, folder: Path) -> int:
     note(folder, context)
     (folder / f"ready{context.rank}").touch()
     time.sleep(FOREVER_S)
-    return 0
-
-
-def restart_once(context: RankContext, folder: Path) -> int:
-    all_reduce(context)
-    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    if attempt == 0 and context.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    all_reduce(context)
-    note(folder, context, attempt=attempt)
     return 0
 
 
@@ -324,7 +312,7 @@ def test_a_status_that_all_ranks_return_is_the_status_of_the_job(start, tmp_path
     assert_nobody_left(tmp_path, 2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_reaches_every_rank_once_and_lets_it_finish(start, tmp_path, number):
     launcher = start(train_until_stopped, 3, tmp_path)
     wait_ready(tmp_path, 3)
@@ -336,6 +324,20 @@ def test_one_signal_reaches_every_rank_once_and_lets_it_finish(start, tmp_path, 
     assert {facts["votes"] for facts in notes(tmp_path, 3)} <= {1.0, 2.0, 3.0}
     assert any(facts["itself"] for facts in notes(tmp_path, 3))
     assert_nobody_left(tmp_path, 3)
+
+
+def test_nohup_is_honoured(start, tmp_path):
+    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher = start(train_until_stopped, 2, tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, was)
+    wait_ready(tmp_path, 2)
+    launcher.send_signal(signal.SIGHUP)
+    launcher.send_signal(signal.SIGTERM)
+    code, _, err = launcher.finish()
+    assert code == 4
+    assert "at once:" not in err  # two stop signals would have ended the ranks
 
 
 def test_a_second_signal_ends_ranks_that_do_not_listen(start, tmp_path):
@@ -370,22 +372,3 @@ def test_two_launches_run_side_by_side(start, tmp_path):
     assert launchers[1].is_running()  # stopping one does not touch the other
     launchers[1].send_signal(signal.SIGTERM)
     assert launchers[1].finish()[0] == 4
-
-
-def test_torchrun_restarts_a_rank_on_the_store_of_the_dead_attempt(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["--max-restarts=1", "--monitor-interval=0.1", __file__]
-    result = subprocess.run(
-        [*command, "restart_once", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-    )
-    assert result.returncode == 0, result.stderr
-    assert [facts["attempt"] for facts in notes(tmp_path, 2)] == [1, 1]
-
-
-if __name__ == "__main__":  # as a rank of torchrun: SCENARIO FOLDER
-    scenario, where = globals()[sys.argv[1]], Path(sys.argv[2])
-    sys.exit(run_from_env(lambda context: scenario(context, where), timeout_s=PATIENCE_S))

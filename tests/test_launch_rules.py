@@ -1,21 +1,17 @@
-"""The rules of launching, without ranks: blame, variables, attempts, threads, devices, refusals."""
+"""The rules of launching, without ranks: blame, threads, devices, refusals."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mcp_parallel.launch import cores
 from mcp_parallel.launch.context import choose_device
-from mcp_parallel.launch.env import agree_on_attempt
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.launch.report import RankEnd, in_order_of_blame
-from mcp_parallel.launch.variables import under_torchrun
 
 PATIENCE_S = 60.0
 
@@ -53,50 +49,6 @@ def test_blame_goes_to_causes_before_effects_and_to_the_earliest():
         end(5, 0.5, kind="returned", code=0),
     ]
     assert [blamed.rank for blamed in in_order_of_blame(ends)] == [3, 4, 2, 1, 0]
-
-
-def test_only_a_full_set_of_variables_makes_a_rank_of_torchrun():
-    rendezvous = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    elastic = {**rendezvous, "TORCHELASTIC_RUN_ID": "none"}
-    assert under_torchrun(elastic)
-    assert under_torchrun({**rendezvous, "LOCAL_RANK": "0", "GROUP_RANK": "0"})
-    assert not under_torchrun(rendezvous)
-    assert not under_torchrun({**rendezvous, "LOCAL_RANK": "0"})
-    for name in rendezvous:
-        assert not under_torchrun({k: v for k, v in elastic.items() if k != name})
-
-
-def test_ranks_agree_on_an_attempt_that_no_dead_rank_had():
-    world_size, store = 4, dist.HashStore()
-    # A dead attempt: rank 0 counted itself in, rank 2 said hello and was answered.
-    assert store.add("attempts", 1) == 1
-    store.set("hello/2", "dead")
-    store.set("answer/dead", "1")
-    store.set("seen/1/2", "")
-
-    def agree_all() -> list[int]:
-        got: dict[int, int] = {}
-
-        def agree(rank: int) -> None:
-            time.sleep(0.1 * rank)  # rank 0 meets the dead rank's hello first
-            got[rank] = agree_on_attempt(
-                store, rank=rank, world_size=world_size, timeout_s=PATIENCE_S
-            )
-
-        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(world_size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [got[rank] for rank in range(world_size)]
-
-    assert agree_all() == [2] * world_size
-    assert agree_all() == [3] * world_size
-
-
-def test_a_rank_that_never_arrives_is_named():
-    with pytest.raises(RuntimeError, match="waited for rank 1 to arrive"):
-        agree_on_attempt(dist.HashStore(), rank=0, world_size=2, timeout_s=0.05)
 
 
 def test_threads_follow_the_user_else_share_affinity_and_quota(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -281,6 +282,18 @@ def test_no_color_is_honoured(monkeypatch):
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in show(Terminal("utf-8"), range(3), 3)
+
+
+def test_training_goes_on_when_nobody_can_read_any_more(tmp_path, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        train(tmp_path, config("train.steps=3"), range(3))
+        monkeypatch.undo()
+        with contextlib.suppress(BrokenPipeError):
+            nobody.close()
+    assert len(rows(tmp_path)) == 3
 
 
 @pytest.mark.parametrize(

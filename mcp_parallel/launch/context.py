@@ -20,9 +20,10 @@ class StopFlag:
         self.requested = False
 
     def install(self) -> None:
-        """From now on SIGTERM and SIGINT set the flag. Main thread only."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._set)
+        """From now on SIGTERM, SIGINT and SIGHUP set the flag. Main thread only."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._set)
 
     def _set(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

@@ -27,7 +27,8 @@ _AGREE_GRACE_S = 30.0
 # Rank 0 may be drawing a progress bar: clear its line, and show the cursor that it hides.
 _TERMINAL_RESET = "\r\x1b[2K\x1b[?25h"
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# SIGHUP: the terminal or the connection is gone.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Supervisor:
@@ -58,7 +59,8 @@ class Supervisor:
         )
         self._old_handlers = {number: signal.getsignal(number) for number in self.blocked_signals}
         for number in STOP_SIGNALS:
-            signal.signal(number, self._on_stop)
+            if number != signal.SIGHUP or self._old_handlers[number] != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_stop)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only there to wake select
         return self
 

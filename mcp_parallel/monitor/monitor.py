@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,9 +76,7 @@ class Monitor:
         if self._window_steps:
             self._write()
         self._metrics.close()
-        self._progress.close()
-        sys.stdout.write(self._summary(status) + "\n")
-        sys.stdout.flush()
+        self._progress.close(self._summary(status))
 
     def _write(self) -> None:
         if self._last is not None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 # Plain lines: this many over a run, and one at least this often.
@@ -25,15 +26,30 @@ class Progress:
         out = sys.stdout if stream is None else stream
         is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         kind = _Bar if is_terminal else _Lines
-        self._display = kind(out, total_steps, start_step)
+        self._stream = out
+        self._display: _Bar | _Lines | None = kind(out, total_steps, start_step)
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a step: ``step``, ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``."""
-        self._display.update(record)
+        with self._unharmed():
+            if self._display is not None:
+                self._display.update(record)
 
-    def close(self) -> None:
-        """End the display, the last step included; what is printed after it starts a line."""
-        self._display.close()
+    def close(self, summary: str = "") -> None:
+        """End the display, the last step included, and print ``summary`` below it."""
+        with self._unharmed():
+            if self._display is not None:
+                self._display.close()
+                self._stream.write(f"{summary}\n" if summary else "")
+                self._stream.flush()
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """Training goes on, unwatched, when the terminal or the pipe's reader is gone."""
+        try:
+            yield
+        except OSError:
+            self._display = None
 
 
 def eta_text(seconds: float) -> str:
