@@ -39,6 +39,8 @@ SMALL = [
     )
 ]
 SMALL += ["--set=train.global_batch_size=8", "--set=train.micro_batch_size=2"]
+# Takes longer to import than these runs take to train.
+NO_EVENTS = "--set=monitor.tensorboard=false"
 
 
 def environ(**variables: str) -> dict[str, str]:
@@ -196,7 +198,7 @@ def test_a_finished_run_ends_at_once(copied, capsys):
 def test_a_run_goes_on_in_another_layout_and_answers_programs(copied):
     first = rows(copied)
     words = ("train", "--resume", "--run-dir", str(copied), "--json")
-    code, out, err = finish(start(*words, "--steps=6", "--dp=1", "--pp=2"))
+    code, out, err = finish(start(*words, "--steps=6", "--dp=1", "--pp=2", NO_EVENTS))
     assert code == 0, err
     assert [row["step"] for row in rows(copied)] == [1, 2, 3, 4, 5, 6]
     assert rows(copied)[:4] == first
@@ -248,7 +250,8 @@ def test_the_folder_to_resume_must_be_named_and_the_checkpoint_be_its_newest(cop
 
 def test_a_run_that_is_interrupted_saves_and_goes_on_where_it_was(tmp_path):
     folder = tmp_path / "run"
-    process = start("train", *SMALL, "--tp=2", "--steps=100000", "--run-dir", str(folder))
+    words = ("train", *SMALL, NO_EVENTS, "--run-dir", str(folder))
+    process = start(*words, "--tp=2", "--steps=100000")
     deadline = time.monotonic() + PATIENCE_S
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 3:
         assert time.monotonic() < deadline
@@ -274,7 +277,7 @@ def test_the_classic_torchrun_line_trains(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "mcp_parallel.train", "--model_size", "tiny", "--batch_size", "8"]
     command += ["--micro_batch_size", "2", "--pp_degree", "2", "--use_flash_attn"]
-    command += ["--gradient_checkpointing", "--steps", "2", *SMALL[:-2]]
+    command += ["--gradient_checkpointing", "--steps", "2", *SMALL[:-2], NO_EVENTS]
     result = subprocess.run(
         command, env=environ(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -299,6 +302,29 @@ def test_rank_0_of_torchrun_refuses_for_all(copied):
     finished = new_run.with_overrides(["checkpoint.resume=auto"])
     assert train._be_a_rank(finished, options, context(0)) == 0
     assert train._be_a_rank(finished, options, context(1)) == 0
+
+
+def test_a_job_that_torchrun_restarts_goes_on_in_its_own_folder(copied):
+    jobs = dist.HashStore()
+
+    def restart(attempt: int, run: Config) -> int:
+        context = RankContext(
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            device=torch.device("cpu"),
+            store=dist.PrefixStore(f"attempt{attempt}", jobs),
+            job_store=dist.PrefixStore("job", jobs),
+        )
+        return train._be_a_rank(run, RunOptions(run_dir=copied, as_json=False), context)
+
+    new_run = Config.from_file(copied / "config.yaml")
+    with pytest.raises(ConfigError, match="--run-dir must be a folder without a run"):
+        restart(1, new_run)
+    with pytest.raises(ConfigError):  # refused at first, hence not this job's folder now
+        restart(2, new_run)
+    assert restart(3, new_run.with_overrides(["checkpoint.resume=auto"])) == 0
+    assert restart(4, new_run) == 0
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -55,6 +55,7 @@ def report(context: RankContext, folder: Path) -> int:
         context,
         variables=variables,
         threads=torch.get_num_threads(),
+        leads_session=os.getsid(0) == os.getpid(),
         listening=listening_addresses(os.getpid()) + listening_addresses(os.getppid()),
     )
     dist.barrier()
@@ -261,6 +262,7 @@ def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(start, tmp_path
     for rank, facts in enumerate(notes(folder, 4)):
         assert facts["variables"] == {"RANK": str(rank)}
         assert facts["threads"] == 3
+        assert facts["leads_session"]  # or a terminal's Ctrl-C would reach ranks past the launcher
         # The launcher's store and the rank's gloo socket, none on another address than 127.0.0.1.
         assert len(facts["listening"]) >= 2
         assert set(facts["listening"]) == {"0100007F"}
@@ -303,7 +305,7 @@ def test_an_error_of_all_ranks_is_told_once(start, tmp_path):
     assert code == 1
     assert err.count("MCP_DEVICE must be auto, cpu or cuda, got 'tpu'") == 2  # and in its traceback
     assert err.count("Traceback") == 1
-    assert re.search(r"\nthe same on rank \d and \d\n$", err)
+    assert re.search(r"\nthe same on ranks \d and \d\n$", err)
 
 
 def test_a_status_that_all_ranks_return_is_the_status_of_the_job(start, tmp_path):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,8 +82,15 @@ def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int
     """Rank 0 chooses folder and checkpoint and tells the others, or tells them that it refused."""
     if context.rank != 0:
         return _follow(config, options, context, json.loads(context.store.get("start")))
+    job_store = context.job_store
+    if job_store is not None and job_store.check(["run_dir"]):
+        # torchrun restarted a job that had opened this folder: go on there, whatever was asked for.
+        options = replace(options, run_dir=Path(job_store.get("run_dir").decode()))
+        config = config.with_overrides(["checkpoint.resume=auto"])
     try:
         with _opened_run(config, options) as (folder, start):
+            if job_store is not None:
+                job_store.set("run_dir", str(folder.path))
             decision = {
                 "run_dir": str(folder.path),
                 "resume_from": start.resume_from and str(start.resume_from),

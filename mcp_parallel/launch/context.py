@@ -38,6 +38,9 @@ class RankContext:
     local_rank: int
     device: torch.device
     store: dist.Store
+    """Of this attempt alone."""
+    job_store: dist.Store | None = None
+    """Outlives restarts by torchrun where torchrun's own store does; None in a local run."""
     stop_flag: StopFlag = field(default_factory=StopFlag)
 
     def stop_requested(self) -> bool:

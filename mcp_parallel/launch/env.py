@@ -69,9 +69,8 @@ def init_from_env(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> RankContext:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout_s),
     )
-    attempt = agree_on_attempt(
-        dist.PrefixStore(_PREFIX, store), rank=rank, world_size=world_size, timeout_s=timeout_s
-    )
+    job_store = dist.PrefixStore(_PREFIX, store)
+    attempt = agree_on_attempt(job_store, rank=rank, world_size=world_size, timeout_s=timeout_s)
     store = dist.PrefixStore(f"{_PREFIX}/attempt{attempt}", store)
     device = choose_device(local_rank, local_world_size)
     join_group(store, rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
@@ -81,6 +80,7 @@ def init_from_env(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> RankContext:
         local_rank=local_rank,
         device=device,
         store=store,
+        job_store=job_store,
         stop_flag=stop_flag,
     )
 

@@ -188,13 +188,17 @@ def _failure_text(blamed: list[RankEnd], ends: list[RankEnd]) -> str:
         lines.append(first.details.rstrip())
     alike = sorted(end.rank for end in blamed[1:] if _is_same(end, first))
     if alike:
-        lines.append(f"the same on rank {joined(alike, last='and')}")
+        lines.append(f"the same on {_ranks(alike)}")
     others = [end for end in blamed[1:] if not _is_same(end, first)]
     lines += [f"then {end.describe()}" for end in others if not end.is_effect]
     lost_a_peer = sorted(end.rank for end in others if end.is_effect)
     if lost_a_peer:
-        lines.append(f"then lost a peer: rank {joined(lost_a_peer, last='and')}")
+        lines.append(f"then lost a peer: {_ranks(lost_a_peer)}")
     return "\n".join(lines)
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {joined(numbers, last='and')}"
 
 
 def _is_same(end: RankEnd, first: RankEnd) -> bool:
