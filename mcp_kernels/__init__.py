@@ -16,9 +16,17 @@ from mcp_kernels.ops.attention_functions import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
 )
+from mcp_kernels.ops.attention_kvcache import flash_attn_with_kvcache
+from mcp_kernels.ops.attention_sdpa import scaled_dot_product_attention
+from mcp_kernels.ops.attention_varlen_functions import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from mcp_kernels.ops.merge_attention import merge_attention
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
 from mcp_kernels.triton import register as register_triton
 
@@ -34,12 +42,18 @@ __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
+    "merge_attention",
     "onebit_compress",
     "onebit_decompress",
     "reduce_scatter",
     "reference_only",
+    "scaled_dot_product_attention",
     "which_backend",
 ]
 

@@ -20,13 +20,9 @@ import torch
 from torch import Tensor
 
 from mcp_kernels._op import define_op
-from mcp_kernels.ops.attention_composite import attention_composite
+from mcp_kernels.ops.attention_composite import attention_composite, second_gradients
 from mcp_kernels.ops.attention_mask import AttentionOptions
-from mcp_kernels.ops.attention_reference import (
-    attention_backward,
-    attention_forward,
-    sink_gradient,
-)
+from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
 from mcp_kernels.ops.attention_scores import AttentionInputs
 
 _OPTIONS = (
@@ -56,6 +52,7 @@ def make_inputs(
     sink: Tensor | None,
     rng: Tensor | None,
     options: AttentionOptions,
+    first_batch: int = 0,
 ) -> AttentionInputs:
     """The op's arguments with bias and slopes expanded to their full shapes (no copy)."""
     q, k, v = qkv
@@ -69,6 +66,7 @@ def make_inputs(
         sink,
         rng,
         options,
+        first_batch,
     )
 
 
@@ -130,8 +128,8 @@ def _backward_ref(
     dbias = None
     if needs_dbias:
         dbias = torch.zeros(bias.shape, dtype=inputs.compute_dtype, device=bias.device)
-    dq, dk, dv = attention_backward(inputs, dout, dlse, out, lse, dbias)
-    dsink = q.new_empty(0) if sink is None else sink_gradient(inputs, dout, dlse, out, lse)
+    dq, dk, dv, dsink = attention_backward(inputs, dout, dlse, lse, dbias)
+    dsink = q.new_empty(0) if dsink is None else dsink.to(sink.dtype)
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias.to(bias.dtype), dsink
 
 
@@ -159,50 +157,22 @@ def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...
 
 
 def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-    """Second gradient, by recomputing the first with operations that autograd knows.
-
-    ``out`` and ``lse`` get none: they are functions of the other inputs, and all that q, k and v do
-    through them is in the recomputation.
-    """
     dout, dlse, q, k, v, bias, slopes, sink, rng = ctx.saved_tensors
-    with torch.enable_grad():
-        # Fresh handles: q, k and v may be one tensor, and each place has a gradient of its own.
-        dout, q, k, v = (_handle(t) for t in (dout, q, k, v))
-        dlse, bias, sink = (None if t is None else _handle(t) for t in (dlse, bias, sink))
-        inputs = make_inputs((q, k, v), bias, slopes, sink, rng, AttentionOptions(*ctx.options))
-        results = attention_composite(inputs)
-        wanted = [q, k, v, bias if ctx.needs_dbias else None, sink]
-        first = _grad(results, wanted, (dout, dlse))
-        leaves = [dout, dlse, q, k, v, bias if ctx.needs_dbias else None, sink]
-        second = _grad(first, leaves, grads)
-    d_dout, d_dlse, dq, dk, dv, dbias, dsink = second
+    options = AttentionOptions(*ctx.options)
+
+    def composite(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sink: Tensor) -> Any:
+        return attention_composite(make_inputs((q, k, v), bias, slopes, sink, rng, options))
+
+    d_dout, d_dlse, dq, dk, dv, dbias, dsink = second_gradients(
+        composite,
+        (q, k, v, bias, sink),
+        dout,
+        dlse,
+        (True, True, True, ctx.needs_dbias, True),
+        grads,
+    )
     rest = [None] * (2 + len(ctx.options))
     return d_dout, d_dlse, dq, dk, dv, None, None, dbias, None, dsink, *rest
-
-
-def _handle(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def _grad(outputs: Any, inputs: list[Tensor | None], grads: Any) -> list[Tensor | None]:
-    """torch.autograd.grad that keeps the graph and passes over what is None on either side."""
-    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o is not None and g is not None]
-    pairs = [(o, g) for o, g in pairs if o.requires_grad]
-    given = [t for t in inputs if t is not None]
-    if not pairs:
-        return [None] * len(inputs)
-    found = iter(
-        torch.autograd.grad(
-            [o for o, _ in pairs],
-            given,
-            [g for _, g in pairs],
-            create_graph=True,
-            allow_unused=True,
-        )
-    )
-    return [None if t is None else next(found) for t in inputs]
 
 
 define_op(

@@ -7,6 +7,7 @@ and k, E = head dim of v.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -18,8 +19,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 CausalAlign = Literal["bottom_right", "top_left"]
 
 
-def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor, rank: int = 4) -> None:
+def check_qkv(
+    op: str, q: Tensor, k: Tensor, v: Tensor, rank: int = 4, *, same_batch: bool = True
+) -> None:
     """Hold q, k and v against each other; ``rank`` is 4 for [B, S, H, D], 3 for [total, H, D].
+
+    A cache (``same_batch`` False) may have another first dimension than q.
 
     Raises:
         ValueError: a rank, a size or a device does not fit.
@@ -41,7 +46,7 @@ def check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor, rank: int = 4) -> None:
                 + ", ".join(f"{n} {t.dtype} on {t.device}" for n, t in tensors.items())
                 + "; cast or move them first"
             )
-    if rank == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+    if rank == 4 and same_batch and not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(
             f"{op}: q, k and v must have one batch size, got "
             f"{q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
@@ -141,7 +146,7 @@ def check_alibi(op: str, slopes: Tensor | None, batch: int, heads: int) -> Tenso
             f"{op}: alibi_slopes must not require grad, they have no gradient; "
             "pass slopes.detach(), or a bias"
         )
-    return slopes.view(-1, heads)
+    return slopes[None] if slopes.dim() == 1 else slopes
 
 
 def check_sink(op: str, sink: Tensor | None, heads: int) -> Tensor | None:
@@ -167,3 +172,25 @@ def make_rng(dropout_p: float, device: torch.device) -> Tensor | None:
     rng = torch.randint(2**62, (2,), dtype=torch.int64, device=device)
     rng[1] = 0
     return rng
+
+
+def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, total: int) -> None:
+    """Hold the ends of sequences against each other and against ``total`` rows.
+
+    Values are looked at on the CPU only: reading them from a GPU would wait for it.
+
+    Raises:
+        ValueError: not one-dimensional, not starting at 0, falling, or past ``total``.
+        TypeError: not int32 or int64.
+    """
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{op}: {name} must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
+        raise ValueError(f"{op}: {name} must be [B + 1], got {list(cu_seqlens.shape)}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    ends = cu_seqlens.tolist()
+    if ends[0] != 0 or any(a > b for a, b in pairwise(ends)):
+        raise ValueError(f"{op}: {name} must start at 0 and never fall, got {ends}")
+    if ends[-1] > total:
+        raise ValueError(f"{op}: {name} must end within the {total} rows given, got {ends[-1]}")

@@ -7,6 +7,7 @@ left to torch. It is what the backward of the backward runs.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,11 +22,21 @@ def attention_composite(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     Cost: O(B H Sq Sk) memory.
     """
     s = _scores(inputs)
-    lse = torch.logsumexp(s, -1)
-    if inputs.sink is not None:
-        lse = torch.logaddexp(lse, inputs.sink.to(s.dtype)[None, :, None])
-    is_dead = lse == -math.inf
-    p = torch.exp(s - lse.masked_fill(is_dead, math.inf)[..., None])
+    # Any finite shift gives the same result. logsumexp would do, were its second gradient not NaN
+    # on a row that sees no key.
+    shift = s.detach().amax(-1) if s.shape[-1] else s.new_zeros(s.shape[:-1])
+    sink = None if inputs.sink is None else inputs.sink.to(s.dtype)[None, :, None]
+    if sink is not None:
+        shift = torch.maximum(shift, sink.detach())
+    shift = shift.masked_fill(shift == -math.inf, 0.0)
+    exponentials = torch.exp(s - shift[..., None])
+    total = exponentials.sum(-1)
+    if sink is not None:
+        total = total + torch.exp(sink - shift)
+    is_dead = total == 0
+    total = total.masked_fill(is_dead, 1.0)
+    lse = (shift + total.log()).masked_fill(is_dead, -math.inf)
+    p = exponentials / total[..., None]
     if inputs.rng is not None:
         dropout_p = inputs.options.dropout_p
         p = p * _keep(inputs).to(p.dtype) * (1 / (1 - dropout_p) if dropout_p < 1 else 0.0)
@@ -33,6 +44,39 @@ def attention_composite(inputs: AttentionInputs) -> tuple[Tensor, Tensor]:
     v = inputs.v.to(s.dtype).repeat_interleave(group, dim=2)
     out = torch.einsum("bhij,bjhe->bihe", p, v)
     return out.to(inputs.q.dtype), lse
+
+
+def second_gradients(
+    composite: Callable[..., tuple[Tensor, Tensor]],
+    leaves: Sequence[Tensor | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    is_wanted: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """Gradients of attention's backward, by recomputing it with operations that autograd knows.
+
+    The results of forward get none: they are functions of the leaves, and all that the leaves do
+    through them is in the recomputation.
+
+    Args:
+        composite: ``composite(*leaves) -> (out, lse)``, differentiable.
+        leaves: q, k, v and what else has a gradient.
+        dout: gradient of ``out`` that backward was given.
+        dlse: gradient of ``lse`` that backward was given.
+        is_wanted: for each leaf, whether backward returned its gradient.
+        grads: gradients of what backward returned, in the order of the leaves.
+
+    Returns:
+        Gradients of (dout, dlse, *leaves), None where there is none.
+    """
+    with torch.enable_grad():
+        # Fresh handles: leaves may be one tensor, and each place has a gradient of its own.
+        leaves = [None if t is None else _handle(t) for t in leaves]
+        dout, dlse = _handle(dout), None if dlse is None else _handle(dlse)
+        wanted = [t if is_it else None for t, is_it in zip(leaves, is_wanted, strict=True)]
+        first = _grad(composite(*leaves), wanted, (dout, dlse))
+        return _grad(first, [dout, dlse, *leaves], grads)
 
 
 def attention_probabilities(inputs: AttentionInputs, lse: Tensor) -> Tensor:
@@ -44,6 +88,37 @@ def attention_probabilities(inputs: AttentionInputs, lse: Tensor) -> Tensor:
     if inputs.rng is not None:
         p = torch.where(_keep(inputs), p, -p)
     return p.to(inputs.q.dtype)
+
+
+def _handle(tensor: Tensor) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()
+
+
+def _grad(
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """torch.autograd.grad that keeps the graph and passes over what is None on either side."""
+    pairs = [
+        (output, grad)
+        for output, grad in zip(outputs, grads, strict=True)
+        if output is not None and grad is not None and output.requires_grad
+    ]
+    given = [t for t in inputs if t is not None and t.requires_grad]
+    if not pairs or not given:
+        return [None] * len(inputs)
+    found = torch.autograd.grad(
+        [output for output, _ in pairs],
+        given,
+        [grad for _, grad in pairs],
+        create_graph=True,
+        allow_unused=True,
+    )
+    by_id = {id(t): grad for t, grad in zip(given, found, strict=True)}
+    return [None if t is None else by_id.get(id(t)) for t in inputs]
 
 
 def _scores(inputs: AttentionInputs) -> Tensor:

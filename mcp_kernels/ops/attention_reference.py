@@ -5,10 +5,13 @@
     lse = log(sum_j exp S_j + exp sink)  P = exp(S - lse)
     out = (P * keep / (1 - p)) v
 
-    dP = dout v^T * keep / (1 - p)       delta = rowsum(dout * out) - dlse
+    dP = dout v^T * keep / (1 - p)       delta = rowsum(P * dP) - dlse
     dS = P * (dP - delta)                dsink = -sum_rows exp(sink - lse) * delta
     dbias = dS                           dS *= softmax_scale * (1 - tanh^2)
     dq = dS k     dk = dS^T q            dv = (P * keep / (1 - p))^T dout
+
+rowsum(P * dP) is rowsum(dout * out) without the rounding of ``out``: a block holds whole rows, so
+it costs one more pass over the block and halves the error of 16-bit gradients.
 
 A row that sees no key has out = 0 and lse = -inf (with a sink: lse = sink), and no gradient.
 Sums run in float32, in float64 for float64. Exponentials are powers of two, with log2(e) folded
@@ -73,17 +76,15 @@ def attention_backward(
     inputs: AttentionInputs,
     dout: Tensor,
     dlse: Tensor | None,
-    out: Tensor,
     lse: Tensor,
     dbias: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients (dq, dk, dv), contiguous, in the dtypes of q, k and v.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients (dq, dk, dv, dsink): contiguous, of the dtypes of q, k and v, and of lse's.
 
     Args:
         inputs: as in forward.
         dout: gradient of ``out``.
         dlse: gradient of ``lse``, or None.
-        out: result of forward.
         lse: result of forward.
         dbias: where given, the bias's gradient is added to it; of size 1 where the bias was
             broadcast.
@@ -94,21 +95,18 @@ def attention_backward(
         torch.zeros(t.shape, dtype=inputs.compute_dtype, device=t.device)
         for t in (inputs.k, inputs.v)
     )
+    # A row that saw no key: with lse = +inf all its probabilities are 0, without 0 * inf.
+    is_dead = lse == -math.inf
+    base = (lse * inputs.unit).masked_fill_(is_dead, math.inf)
+    delta = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(is_dead, 0.0).neg_()
     if plan.num_keys and lse.numel():
-        delta, base = _row_terms(inputs, dout, dlse, out, lse)
         for chunk in plan.chunks():
             _backward_chunk(inputs, plan, chunk, (dout, delta, base), (dq, dk, dv, dbias))
-    return dq, dk.to(inputs.k.dtype), dv.to(inputs.v.dtype)
-
-
-def sink_gradient(
-    inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> Tensor:
-    """Gradient of ``sink``, ``[H]``: minus the sum over rows of its probability times delta."""
-    assert inputs.sink is not None
-    delta, _ = _row_terms(inputs, dout, dlse, out, lse)
-    p_sink = (inputs.sink.to(lse.dtype)[None, :, None] - lse).exp_()
-    return p_sink.mul_(delta).sum((0, 2)).neg_().to(inputs.sink.dtype)
+    dsink = None
+    if inputs.sink is not None:
+        p_sink = (inputs.sink.to(lse.dtype)[None, :, None] - lse).exp_()
+        dsink = p_sink.mul_(delta).sum((0, 2)).neg_()
+    return dq, dk.to(inputs.k.dtype), dv.to(inputs.v.dtype), dsink
 
 
 def _backward_chunk(
@@ -118,7 +116,7 @@ def _backward_chunk(
     row_terms: tuple[Tensor, Tensor, Tensor],
     grads: tuple[Tensor, Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Add one chunk's part to (dq, dk, dv, dbias), from (dout, delta, lse times unit)."""
+    """Add one chunk's part to (dq, dk, dv, dbias) and to delta, given (dout, delta, lse * unit)."""
     dout, delta, base = row_terms
     dq, dk, dv, dbias = grads
     scale = inputs.options.softmax_scale
@@ -138,7 +136,9 @@ def _backward_chunk(
             ds.mul_(factors)
             dropped = p * factors
         _accumulate(dv_nKE, keys, dropped.flatten(1, 2), do_nME)
-        ds.sub_(take_row_values(delta, chunk, block, ds)).mul_(p)
+        row_delta = take_row_values(delta, chunk, block, ds) + ds.mul_(p).sum(-1, keepdim=True)
+        store_row_values(row_delta, delta, chunk, block)
+        ds.addcmul_(p, row_delta, value=-1)
         if dbias is not None:
             add_bias_gradient(dbias, ds, chunk, block)
         if tanh is not None:
@@ -148,17 +148,6 @@ def _backward_chunk(
         _accumulate(dk_nKD, keys, ds_nMK, q_nMD)
     add_keys(dk_nKD.mul_(1 / inputs.unit), dk, chunk)
     add_keys(dv_nKE, dv, chunk)
-
-
-def _row_terms(
-    inputs: AttentionInputs, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
-    """(delta, lse times ``unit``), ``[B, H, Sq]``; 0 and +inf on dead rows, so P = 0 there."""
-    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1).transpose(1, 2).contiguous()
-    if dlse is not None:
-        delta -= dlse
-    is_dead = lse == -math.inf
-    return delta.masked_fill_(is_dead, 0.0), (lse * inputs.unit).masked_fill_(is_dead, math.inf)
 
 
 def _empty_lse(inputs: AttentionInputs, lse: Tensor) -> Tensor:
