@@ -277,7 +277,7 @@ def test_the_classic_torchrun_line_trains(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += ["-m", "mcp_parallel.train", "--model_size", "tiny", "--batch_size", "8"]
     command += ["--micro_batch_size", "2", "--pp_degree", "2", "--use_flash_attn"]
-    command += ["--gradient_checkpointing", "--steps", "2", *SMALL[:-2], NO_EVENTS]
+    command += ["--gradient_checkpointing", "--steps", "2", "--json", *SMALL[:-2], NO_EVENTS]
     result = subprocess.run(
         command, env=environ(), cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S
     )
@@ -285,7 +285,8 @@ def test_the_classic_torchrun_line_trains(tmp_path):
     (folder,) = (tmp_path / "runs").iterdir()
     assert [row["step"] for row in rows(folder)] == [1, 2]
     assert step_names(folder) == ["step_00000002"]
-    assert result.stdout.count("step 2/2") == 1  # one rank speaks
+    assert result.stderr.count("step 2/2") == 1  # one rank speaks
+    assert json.loads(result.stdout)["last"] == rows(folder)[-1]
 
 
 def test_rank_0_of_torchrun_refuses_for_all(copied):

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,9 +138,9 @@ def _rank_body(
     def body(context: RankContext) -> int:
         from mcp_parallel.trainer import Trainer
 
-        if options.as_json:
-            sys.stdout = sys.stderr  # progress is for people; stdout holds the one object
-        return Trainer(config, context, corpus, run_dir, resume_from=resume_from).fit()
+        # With --json progress is still for people, and stdout holds the one object.
+        with redirect_stdout(sys.stderr) if options.as_json else nullcontext():
+            return Trainer(config, context, corpus, run_dir, resume_from=resume_from).fit()
 
     return body
 
