@@ -8,7 +8,7 @@ import time
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcp_parallel.config import TABLES, Config, ModelConfig
@@ -249,6 +249,7 @@ ROUND_TRIP = st.builds(
 
 
 @given(config=ROUND_TRIP)
+@settings(deadline=None)
 def test_a_config_written_is_the_config_read(config):
     text = config.to_yaml()
     assert text.isascii()
@@ -331,6 +332,7 @@ def test_paths_with_spaces_and_accents(write):
 
 
 @given(st.text(max_size=200))
+@settings(deadline=None)
 def test_any_text_is_read_or_refused(text):
     """Never another exception."""
     with contextlib.suppress(ConfigError):

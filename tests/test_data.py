@@ -190,9 +190,7 @@ def test_out_of_vocabulary_names_file_and_position(tmp_path):
     path.write_bytes(np.array([1, 2, 3, 4, 5, 300, 6], dtype="<u2").tobytes())
     corpus = opened(path, 300)
     corpus.sample(0, 4)
-    with pytest.raises(
-        ValueError, match=r"vocab_size = 300, got 300 at token 5 of .*t.bin"
-    ):
+    with pytest.raises(ValueError, match=r"vocab_size = 300, got 300 at token 5 of .*t.bin"):
         corpus.sample(1, 4)
 
 
