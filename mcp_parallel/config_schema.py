@@ -92,7 +92,7 @@ def _converted(key: str, value: Any, kind: FieldType) -> Any:
     if kind.choices:
         if isinstance(value, str) and value in kind.choices:
             return value
-        word = str(value).lower()
+        word = value.lower() if isinstance(value, str) else ""
         near = nearest(_FOREIGN_VALUES.get(word, word), kind.choices)
         use = f"; use {near}" if near else f"; use {kind.choices[0]}"
         raise ValueError(f"config: {key} must be {joined(kind.choices)}, got {shown(value)}{use}")
@@ -170,7 +170,7 @@ def build(
     problems: list[str] = []
     for key, value in values.items():
         if key not in known:
-            problems.append(unknown_key(table, key, tables))
+            problems.append(unknown_key(table, str(key), tables))
             continue
         try:
             converted[attributes[key]] = _converted(f"{table}.{key}", value, known[key])

@@ -119,6 +119,7 @@ WRONG_TYPES = [
     ("train", "freeze_step", "x", "must be an integer or null, got 'x'"),
     ("train", "precision", "float32", "must be fp64, fp32, bf16 or fp16, got 'float32'; use fp32"),
     ("train", "precision", None, "got null; use fp64"),
+    ("train", "precision", 10**5000, "got an integer of 16610 bits; use fp64"),
     ("parallel", "schedule", "1F1B", "got '1F1B'; use 1f1b"),
     ("parallel", "sequence_parallel", "yes", "must be true or false, got 'yes'"),
     ("parallel", "sequence_parallel", 1, "must be true or false, got 1"),
@@ -157,6 +158,12 @@ def test_integers_are_numbers():
 )
 def test_unknown_keys_name_the_nearest(values, near):
     assert problem_of(lambda: Config.from_mapping(values)).endswith(f"did you mean {near}?")
+
+
+def test_a_key_that_is_no_word_is_unknown():
+    assert "train.1 must be a known key" in problem_of(
+        lambda: Config.from_mapping({"train": {1: 3}})
+    )
 
 
 def test_a_key_like_no_other_lists_the_table():
