@@ -133,6 +133,18 @@ def test_hidden_nan_reaches_nothing(bad: float, kind: str) -> None:
         torch.testing.assert_close(grads[0][0, blind], expected[0][0, blind])
 
 
+def test_hidden_score_that_overflows_reaches_nothing() -> None:
+    """Finite inputs whose product is not: the score of a hidden key is infinite in float32."""
+    q, k, v = (t.detach() for t in _qkv(1, 4, 4, 1, 1, 2, 2, dtype=torch.float32))
+    clean = flash_attn_func(q, k, v, causal=True)
+    q[0, 2], k[0, 3] = 1e20, 1e20
+    out = flash_attn_func(q, k, v, causal=True)
+    assert out[0, 2].isfinite().all()
+    torch.testing.assert_close(out[0, :2], clean[0, :2])
+    window = flash_attn_func(q.flip(1), k.flip(1), v.flip(1), window_size=(0, -1))
+    torch.testing.assert_close(window.flip(1), out)
+
+
 def test_nan_query_spoils_its_row_only() -> None:
     q, k, v = (t.detach().clone() for t in _qkv(1, 200, 200, 2, 1, 4, 4))
     clean = flash_attn_func(q, k, v, causal=True)
