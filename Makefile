@@ -34,7 +34,8 @@ bench: $(NEEDS_DEV)
 		--benchmark-columns=min,median,iqr,rounds
 
 SOURCES = mcp_kernels mcp_parallel tests bench _backend setup.py
-CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh)
+CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh \
+	tests/*/*.h tests/*/*.cpp)
 
 check: $(NEEDS_DEV)
 	$(BIN)/ruff check $(SOURCES)

@@ -24,8 +24,9 @@ from native import (
 
 CXX_FLAGS = [
     *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
-    # gcc 12 takes _mm512_undefined_ps, which is undefined on purpose, for a mistake.
-    *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
+    # gcc 12 takes _mm512_undefined_ps, which is undefined on purpose, for a mistake; clang does not
+    # know the second flag.
+    *("-Wno-uninitialized", "-Wno-maybe-uninitialized", "-Wno-unknown-warning-option"),
     # A fused multiply-add rounds once instead of twice; results must not depend on where it fits.
     "-ffp-contract=off",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -102,6 +103,15 @@ def load_extension() -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
+def _triton_version() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    for distribution in ("triton", "pytorch-triton", "pytorch-triton-rocm"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return "of unknown version"
+
+
 def current_isa() -> str | None:
     """The instruction set of the CPU bodies now; None without ``_C``."""
     module, _ = _extension()
@@ -123,7 +133,6 @@ def build_info() -> BuildInfo:
         "cuda": "" if has_cuda else (reason or _record_reason("cuda")),
         "_shm": "" if has_shm else _record_reason("_shm"),
     }
-    triton_found = importlib.util.find_spec("triton") is not None
     return BuildInfo(
         version=__version__,
         torch_running=str(torch.__version__),
@@ -135,6 +144,6 @@ def build_info() -> BuildInfo:
         cpu_isas=() if module is None else tuple(module.cpu_isas()),
         cpu_isa_forced=module is not None and "MCP_CPU_ISA" in os.environ,
         cuda_archs=tuple(record.get("cuda_archs", ())) if has_cuda else (),
-        triton=importlib.metadata.version("triton") if triton_found else None,
+        triton=_triton_version(),
         record=record,
     )
