@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from mcp_parallel import config_schema, config_text
 from mcp_parallel.errors import ConfigError, joined, shown
 from mcp_parallel.presets import PRESETS
@@ -228,7 +226,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """ASCII YAML text that ``from_file`` reads back into this config."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+        return config_text.dump_yaml(self.to_mapping())
 
     def fingerprint(self) -> str:
         """SHA-256 of what makes a checkpoint another model: its shape, whatever the layout.

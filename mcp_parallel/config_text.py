@@ -141,6 +141,26 @@ def _yaml_words(error: yaml.YAMLError) -> str:
     return words.encode("ascii", "backslashreplace").decode()
 
 
+class _QuotingDumper(yaml.SafeDumper):
+    """Quotes a string that ``plain_scalar`` would take for something else, such as 1e5."""
+
+
+def _string_node(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    try:
+        is_plain = plain_scalar(text) == text
+    except ValueError:
+        is_plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else "'")
+
+
+_QuotingDumper.add_representer(str, _string_node)
+
+
+def dump_yaml(values: dict[str, Any]) -> str:
+    """ASCII text that ``parse_yaml``, and any other YAML reader, turns back into ``values``."""
+    return yaml.dump(values, Dumper=_QuotingDumper, sort_keys=False)
+
+
 def parse_toml(text: str) -> Any:
     """``text`` as dicts, lists and scalars.
 
