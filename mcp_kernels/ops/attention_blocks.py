@@ -18,9 +18,9 @@ from torch import Tensor
 from mcp_kernels.ops.attention_mask import AttentionOptions, visible_keys, visible_mask
 
 # Rows of one score matrix: enough for the matmuls, few enough that causal skips what it can.
-_ROWS = 128
-# Scores of a block: 1 MiB of float32, so that the passes over them run from a core's L2.
-_SCORES = 1 << 18
+_ROWS = 64
+# Scores of a block: 512 KiB of float32, so that the passes over them run from a core's L2.
+_SCORES = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)

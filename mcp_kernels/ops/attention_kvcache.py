@@ -192,19 +192,17 @@ def _ref(
     options = AttentionOptions(*scalars, dropout_p=0.0)
     out, lse = _fake(q, k_cache, v_cache)
     new = 0 if k is None else k.shape[1]
-    page_size = k_cache.shape[1]
-    slots = _find_slots(k_cache, lengths, new, batch_idx, leftpad, table)
-    for b, slot in enumerate(slots):
-        index = (slot // page_size, slot % page_size)
-        own_q, before = q[b : b + 1], slot.numel() - new
+    starts = [0] * q.shape[0] if leftpad is None else leftpad.tolist()
+    places = _find_keys(k_cache, starts, lengths.tolist(), new, batch_idx, table)
+    for b, (index, new_index) in enumerate(places):
+        own_q, before = q[b : b + 1], int(lengths[b]) - starts[b]
         if k is not None and v is not None:
             own_k = k[b : b + 1]
             if cos is not None:
                 q_steps = own_q.shape[1] if options.is_windowed else 1
                 own_q = rotate(own_q, cos, sin, range(before, before + q_steps), is_interleaved)
                 own_k = rotate(own_k, cos, sin, range(before, before + new), is_interleaved)
-            k_cache[index[0][before:], index[1][before:]] = own_k[0]
-            v_cache[index[0][before:], index[1][before:]] = v[b]
+            k_cache[new_index], v_cache[new_index] = own_k[0], v[b]
         own_slopes = None
         if slopes is not None:
             own_slopes = slopes[b : b + 1] if slopes.shape[0] > 1 else slopes
@@ -214,36 +212,40 @@ def _ref(
     return out, lse
 
 
-def _find_slots(
+def _find_keys(
     k_cache: Tensor,
-    lengths: Tensor,
+    starts: list[int],
+    lengths: list[int],
     new: int,
     batch_idx: Tensor | None,
-    leftpad: Tensor | None,
     table: Tensor | None,
-) -> list[Tensor]:
-    """Slots of each entry's keys, the new ones last; all bounds are held before a write."""
+) -> list[tuple[Any, Any]]:
+    """Index into the cache of each entry's keys, and of its new ones.
+
+    Every bound is held before anything is written. Pages need tensors of places, which copy what
+    they take; a row of the cache needs slices, which do not.
+    """
     entries, capacity = k_cache.shape[:2]
-    slots = []
-    for b, length in enumerate(lengths.tolist()):
-        start = 0 if leftpad is None else int(leftpad[b])
+    places = []
+    for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         if not 0 <= start <= length:
             raise ValueError(
                 f"{_OP}: cache_seqlens must be at least cache_leftpad ({start}), got {length}"
             )
-        positions = range(start, length + new)
+        stop = length + new
         if table is not None:
-            slots.append(page_slots(_OP, table[b], positions, capacity, entries))
+            slot = page_slots(_OP, table[b], range(start, stop), capacity, entries)
+            page, offset = slot // capacity, slot % capacity
+            places.append(((page, offset), (page[length - start :], offset[length - start :])))
             continue
         entry = b if batch_idx is None else int(batch_idx[b])
-        if not 0 <= entry < entries or positions.stop > capacity:
+        if not 0 <= entry < entries or stop > capacity:
             raise ValueError(
-                f"{_OP}: k_cache must hold entry {entry} with {positions.stop} keys, got "
+                f"{_OP}: k_cache must hold entry {entry} with {stop} keys, got "
                 f"{entries} entries of {capacity}"
             )
-        at = torch.arange(positions.start, positions.stop, device=k_cache.device)
-        slots.append(entry * capacity + at)
-    return slots
+        places.append(((entry, slice(start, stop)), (entry, slice(length, stop))))
+    return places
 
 
 def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
