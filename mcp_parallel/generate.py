@@ -55,9 +55,11 @@ class Codec:
         if not words or not all(w.isdecimal() and int(w) < self.num_tokens for w in words):
             raise ConfigError(
                 [
-                    ("generate: --prompt must be token numbers below "
-                    f"{self.num_tokens}, as in '12 7 99', since the model was trained on a token "
-                    f"file, got {prompt!r}")
+                    (
+                        "generate: --prompt must be token numbers below "
+                        f"{self.num_tokens}, as in '12 7 99', since the model was trained on a token "
+                        f"file, got {prompt!r}"
+                    )
                 ]
             )
         return [int(word) for word in words]

@@ -150,3 +150,14 @@ def test_the_command_runs_the_whole_matrix():
     assert {(row["case"], row["precision"]) for row in report["rows"]} == {
         (case.name, precision) for case in MATRIX for precision in ("fp64", "fp32")
     }
+
+
+def test_a_model_that_does_not_fit_is_refused_with_one_that_does(capsys):
+    from mcp_parallel.cli.main import main
+
+    assert main(["parity", "--preset", "405b"]) == 2
+    message = capsys.readouterr().err
+    assert "405b" in message
+    assert "use tiny" in message
+    assert main(["parity", "--case", "dp3"]) == 2
+    assert "'dp3'" in capsys.readouterr().err

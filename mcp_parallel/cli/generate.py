@@ -77,8 +77,10 @@ def find_checkpoint(source: Path) -> Path:
     if found is None:
         raise ConfigError(
             [
-                (f"generate: RUN_OR_CHECKPOINT must be a run folder with a whole checkpoint, or a "
-                f"step folder, got {str(source)!r}; train first: mcp-parallel train --preset tiny")
+                (
+                    f"generate: RUN_OR_CHECKPOINT must be a run folder with a whole checkpoint, or a "
+                    f"step folder, got {str(source)!r}; train first: mcp-parallel train --preset tiny"
+                )
             ]
         )
     return found

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 
     from mcp_parallel.parity.cases import Case
 
+# float64: parameter, gradient, two moments and the value before on four replicas (dp4), two whole
+# copies of the update on each of eight ranks, and the references of rank 0.
+_BYTES_PER_PARAMETER = 8 * (4 * 5 + 8 * 2 + 8)
+
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``parity`` command."""
@@ -43,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
     cases = _chosen(args.case)
     for case in cases:
         check(case.configure(base, precisions[0]))
+    _check_memory(base)
 
     from mcp_parallel.data.corpus import open_corpus
     from mcp_parallel.launch.local import launch_local
@@ -53,6 +58,35 @@ def run(args: argparse.Namespace) -> int:
         lambda context: run_matrix(base, corpus, context, cases, precisions, as_json=args.json),
         WORLD_SIZE,
     )
+
+
+def _check_memory(base: Config) -> None:
+    """Refuse a model whose matrix does not fit, before it takes the machine down."""
+    from mcp_parallel.doctor.machine import available_memory_bytes
+    from mcp_parallel.presets import PRESETS
+
+    available = available_memory_bytes()
+    needed = _needed_bytes(base)
+    if available is None or needed <= available:
+        return
+    smaller = [
+        name
+        for name in PRESETS
+        if _needed_bytes(Config.from_mapping({"model": {"preset": name}})) <= available
+    ]
+    raise ConfigError(
+        [
+            f"parity: --preset must fit this machine's {available / 2**30:.0f} GiB of free memory, "
+            f"got {base.model.preset}, whose matrix needs {needed / 2**30:,.0f} GiB; "
+            f"use {' or '.join(smaller) or 'a larger machine'}"
+        ]
+    )
+
+
+def _needed_bytes(config: Config) -> int:
+    from mcp_parallel.presets import num_parameters
+
+    return num_parameters(config.model) * _BYTES_PER_PARAMETER
 
 
 def _chosen(names: list[str] | None) -> Sequence[Case]:

@@ -98,7 +98,7 @@ def thread_findings(environ: Mapping[str, str], cores: int) -> Iterator[Finding]
 
 def memory_findings() -> Iterator[Finding]:
     """Memory, shared memory, huge pages."""
-    available = _available_bytes(_read(Path("/proc/meminfo")))
+    available = available_memory_bytes()
     if available is not None:
         yield Finding("memory", "ok", f"{available / 2**30:.1f} GiB available")
     if _SHM.is_dir():
@@ -108,8 +108,9 @@ def memory_findings() -> Iterator[Finding]:
         yield huge_page_finding(modes)
 
 
-def _available_bytes(meminfo: str) -> int | None:
-    for line in meminfo.splitlines():
+def available_memory_bytes() -> int | None:
+    """Memory that could be used without swapping; None where the system does not say."""
+    for line in _read(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return None
