@@ -53,15 +53,11 @@ class Codec:
             return list(prompt.encode("utf-8"))
         words = prompt.replace(",", " ").split()
         if not words or not all(w.isdecimal() and int(w) < self.num_tokens for w in words):
-            raise ConfigError(
-                [
-                    (
-                        "generate: --prompt must be token numbers below "
-                        f"{self.num_tokens}, as in '12 7 99', since the model was trained on a token "
-                        f"file, got {prompt!r}"
-                    )
-                ]
+            problem = (
+                f"generate: --prompt must be token numbers below {self.num_tokens}, as in "
+                f"'12 7 99', since the model was trained on a token file, got {prompt!r}"
             )
+            raise ConfigError([problem])
         return [int(word) for word in words]
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -90,9 +90,7 @@ def test_resume_at_another_layout(ranks, tmp_path, name):
     layout = LAYOUTS[name]
     tied = layout.zero != 2
     args = ("fp64", tied)
-    there = ranks.run(
-        run, layout, str(tmp_path / "a"), 0, STEPS, *args, ranks=layout.world_size
-    )
+    there = ranks.run(run, layout, str(tmp_path / "a"), 0, STEPS, *args, ranks=layout.world_size)
     alone = ranks.run(run, ONE, str(tmp_path / "b"), 0, STEPS, *args, ranks=1)
     torch.testing.assert_close(figures_of(there), figures_of(alone), rtol=1e-11, atol=0)
     # From this layout to one process and back again, against the uninterrupted run.
@@ -115,9 +113,7 @@ def test_same_layout_is_equal_bit_for_bit(ranks, tmp_path, name):
 
     first = ranks.run(run, layout, str(tmp_path / "a"), 0, STEPS, "fp32", True, ranks=size)
     again = ranks.run(run, layout, str(tmp_path / "b"), 0, STEPS, "fp32", True, ranks=size)
-    resumed = ranks.run(
-        run, layout, str(tmp_path / "a"), SAVED_AT, STEPS, "fp32", True, ranks=size
-    )
+    resumed = ranks.run(run, layout, str(tmp_path / "a"), SAVED_AT, STEPS, "fp32", True, ranks=size)
     for other in (again, resumed):
         for (name_a, offsets_a, a), (name_b, offsets_b, b) in zip(
             values(first), values(other), strict=True
@@ -150,7 +146,7 @@ def test_checkpoint_of_another_model_is_refused_whole(ranks, tmp_path):
 def tied_copies(rank, world, folder):
     layout = Layout(pp=2)
     _, values = run(rank, world, layout, folder, 0, STEPS, "fp32", True)
-    return dict((name, value) for name, _, value in values)["embed"]
+    return {name: value for name, _, value in values}["embed"]
 
 
 def test_tied_copies_never_drift_apart(ranks, tmp_path):

@@ -75,12 +75,9 @@ def find_checkpoint(source: Path) -> Path:
     except CheckpointError as error:
         raise ConfigError([f"generate: {error}"]) from error
     if found is None:
-        raise ConfigError(
-            [
-                (
-                    f"generate: RUN_OR_CHECKPOINT must be a run folder with a whole checkpoint, or a "
-                    f"step folder, got {str(source)!r}; train first: mcp-parallel train --preset tiny"
-                )
-            ]
+        problem = (
+            f"generate: RUN_OR_CHECKPOINT must be a run folder with a whole checkpoint, or a step "
+            f"folder, got {str(source)!r}; train first: mcp-parallel train --preset tiny"
         )
+        raise ConfigError([problem])
     return found

@@ -74,13 +74,12 @@ def _check_memory(base: Config) -> None:
         for name in PRESETS
         if _needed_bytes(Config.from_mapping({"model": {"preset": name}})) <= available
     ]
-    raise ConfigError(
-        [
-            f"parity: --preset must fit this machine's {available / 2**30:.0f} GiB of free memory, "
-            f"got {base.model.preset}, whose matrix needs {needed / 2**30:,.0f} GiB; "
-            f"use {' or '.join(smaller) or 'a larger machine'}"
-        ]
+    problem = (
+        f"parity: --preset must fit this machine's {available / 2**30:.0f} GiB of free memory, "
+        f"got {base.model.preset}, whose matrix needs {needed / 2**30:,.0f} GiB; "
+        f"use {' or '.join(smaller) or 'a larger machine'}"
     )
+    raise ConfigError([problem])
 
 
 def _needed_bytes(config: Config) -> int:
