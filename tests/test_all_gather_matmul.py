@@ -131,6 +131,22 @@ def _second_gradient(rank: int, world: int, save_gathered: bool) -> None:
         torch.testing.assert_close(actual, wanted.chunk(world)[rank], rtol=1e-11, atol=1e-11)
 
 
+def _op_itself(rank: int, world: int) -> None:
+    """The op differentiates by itself too, as the public function does."""
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    name = _comm.group_name(None)
+    for save_gathered in (True, False):
+        args = (x, [w, w], [b, b], name, 0, None, save_gathered)
+        ys, _ = torch.ops.mcp_kernels.all_gather_matmul(*args)
+        expected = all_gather_matmul(x, [w, w], [b, b], save_gathered=save_gathered)
+        dys = [torch.randn_like(y) for y in expected]
+        torch.testing.assert_close(
+            torch.autograd.grad(ys, [x, w, b], dys), torch.autograd.grad(expected, [x, w, b], dys)
+        )
+
+
 def _opcheck(rank: int, world: int) -> None:
     full = make(Case((3, 4), 8, 6, True), torch.float64, world, split="out", requires_grad=True)
     local = full.local(rank)
@@ -171,6 +187,10 @@ def test_collectives_are_shared_by_weights(
 @pytest.mark.parametrize("world", (1, 2))
 def test_second_gradient(ranks: RankPool, world: int, save_gathered: bool) -> None:
     ranks.run(_second_gradient, save_gathered, ranks=world)
+
+
+def test_op_differentiates_by_itself(ranks: RankPool) -> None:
+    ranks.run(_op_itself, ranks=2)
 
 
 def test_opcheck(ranks: RankPool) -> None:

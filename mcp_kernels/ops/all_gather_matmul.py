@@ -84,12 +84,19 @@ def all_gather_matmul(
     biases = _as_biases(bias, len(weights))
     name = _comm.group_name(group)
     _check(x, weights, biases, name, dim, gather_size)
-    op = torch.ops.mcp_kernels.all_gather_matmul
     given = [b for b in biases if b is not None]
-    if len(given) == len(weights):
-        ys, _ = op(x, weights, given, name, dim, gather_size, save_gathered)
-    else:
-        ys, _ = op(x, weights, [], name, dim, gather_size, save_gathered)
+    is_fused = len(given) == len(weights)  # else biases are added to the products
+    *ys, _ = _AllGatherMatmul.apply(
+        x,
+        name,
+        dim,
+        gather_size,
+        save_gathered,
+        len(weights),
+        *weights,
+        *(given if is_fused else []),
+    )
+    if not is_fused:
         ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
     return ys[0] if isinstance(weight, Tensor) else ys
 
@@ -156,20 +163,25 @@ def _fake(
     return ys, x.new_empty(shape if save_gathered and group else 0)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], gathered: Tensor) -> None:
     x, weights, _, ctx.group, ctx.dim, ctx.size, save_gathered = inputs
     ctx.set_materialize_grads(False)
-    ctx.count = len(weights)
     ctx.is_gathered = save_gathered and bool(ctx.group)
-    ctx.save_for_backward(output[1] if ctx.is_gathered else x, *weights)
+    ctx.save_for_backward(gathered if ctx.is_gathered else x, *weights)
 
 
-def _backward(ctx: Any, dys: list[Tensor | None], d_gathered: Tensor | None) -> tuple[Any, ...]:
+def _gradients(
+    ctx: Any,
+    dys: Sequence[Tensor | None],
+    d_gathered: Tensor | None,
+    needs: tuple[bool, Sequence[bool], Sequence[bool]],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """Gradients of (x, weights, biases), each only where ``needs`` asks for it."""
     x, *weights = ctx.saved_tensors
-    needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+    needs_dx, needs_dw, needs_db = needs
     if ctx.group and not ctx.is_gathered and any(needs_dw):
         x = torch.ops.mcp_kernels.all_gather(x, ctx.group, ctx.dim, ctx.size)
-    dws: list[Tensor | None] = [None] * ctx.count
+    dws: list[Tensor | None] = [None] * len(weights)
     dbs: list[Tensor | None] = [None] * len(needs_db)
     dx: Tensor | None = None
     lead: tuple[int, ...] = ()
@@ -190,7 +202,38 @@ def _backward(ctx: Any, dys: list[Tensor | None], d_gathered: Tensor | None) -> 
         dx = d_gathered if dx is None else dx + d_gathered
     if ctx.group and dx is not None:
         dx = torch.ops.mcp_kernels.reduce_scatter(dx, ctx.group, ctx.dim)
+    return dx, dws, dbs
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
+    _save(ctx, inputs, output[1])
+
+
+def _backward(ctx: Any, dys: list[Tensor | None], d_gathered: Tensor | None) -> tuple[Any, ...]:
+    dx, dws, dbs = _gradients(ctx, dys, d_gathered, ctx.needs_input_grad[:3])
     return dx, dws, dbs, None, None, None, None
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    """The op with its lists laid flat: what torch.library adds to an op with lists costs 0.2 ms."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        name, dim, size, save_gathered, count, *flat = rest
+        inputs = (x, flat[:count], flat[count:], name, dim, size, save_gathered)
+        ys, gathered = torch.ops.mcp_kernels.all_gather_matmul(*inputs)
+        ctx.count = count
+        _save(ctx, inputs, gathered)
+        return (*ys, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        needs_dx, *needs = ctx.needs_input_grad
+        needs_flat = needs[5:]
+        dx, dws, dbs = _gradients(
+            ctx, grads[:-1], grads[-1], (needs_dx, needs_flat[: ctx.count], needs_flat[ctx.count :])
+        )
+        return dx, None, None, None, None, None, *dws, *dbs
 
 
 define_op(
