@@ -47,3 +47,24 @@ def make_hostile(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) 
     picked = torch.rand(numel, generator=generator) < 0.3
     which = torch.randint(len(special), (numel,), generator=generator)
     return torch.where(picked, special[which], values).to(dtype)
+
+
+def sum_error_bound(exact: Tensor, magnitude: Tensor, num_terms: int, dtype: torch.dtype) -> Tensor:
+    """Most that a sum of ``num_terms`` products may be off, elementwise, when rounded once.
+
+    ``0.5 eps_out |exact| + sqrt(num_terms) eps_acc magnitude``: one rounding to ``dtype``, and a
+    random walk of roundings in the accumulator, which is float64 for float64 and float32 for all
+    else.
+
+    Args:
+        exact: the result in float64 from the same rounded inputs.
+        magnitude: the same sum over absolute values, ``|A| |B|`` for a matmul.
+        num_terms: terms of one sum.
+        dtype: type of the result.
+
+    Returns:
+        Float64, the shape of ``exact``.
+    """
+    acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    once = 0.5 * torch.finfo(dtype).eps * exact.abs()
+    return once + num_terms**0.5 * torch.finfo(acc_dtype).eps * magnitude

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mcp_kernels.ops import _comm
+from mcp_kernels.testing import sum_error_bound
 
 
 @dataclass(frozen=True)
@@ -118,16 +119,14 @@ def rounding_bound(problem: Problem, dtype: torch.dtype, partials: int) -> Tenso
     Each product is a sum of K terms in the accumulator, rounded to the output type; their sum is
     taken in the accumulator and rounded once more.
     """
-    eps = torch.finfo(dtype).eps
-    acc_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     magnitude = torch.nn.functional.linear(
         problem.x.double().abs(),
         problem.weight.double().abs(),
         None if problem.bias is None else problem.bias.double().abs(),
     )
     terms = problem.x.shape[-1] + partials + 1
-    once = 0.5 * eps * problem.exact.abs() + terms**0.5 * acc_eps * magnitude
-    return once if partials == 1 else once + 0.5 * eps * magnitude
+    once = sum_error_bound(problem.exact, magnitude, terms, dtype)
+    return once if partials == 1 else once + 0.5 * torch.finfo(dtype).eps * magnitude
 
 
 def count_collectives(profile: torch.profiler.profile) -> int:

@@ -12,6 +12,7 @@ from ranks import RankPool
 import mcp_kernels
 from mcp_kernels import all_gather, all_reduce, copy_to_group, reduce_scatter
 from mcp_kernels.ops import _comm
+from mcp_kernels.testing import sum_error_bound
 
 WORLDS = (1, 2, 3, 4)
 # (shape, dim): even for some W and uneven for others, a dimension shorter than W, empty, 1-D.
@@ -44,12 +45,11 @@ def _forward(rank: int, world: int) -> None:
             exact = torch.stack([x.to(wide) for x in each]).sum(0)
             x = _strided(each[rank])
             before = x.clone()
-            # Rounding once from a float32 sum (float64 for float64): half a unit of the output,
-            # and W - 1 roundings of the sum.
-            eps = 0.0 if dtype == torch.int64 else torch.finfo(dtype).eps
-            sum_eps = eps if dtype in (torch.int64, torch.float64) else 2.0**-23
             magnitude = torch.stack([x.to(wide).abs() for x in each]).sum(0)
-            bound = 0.5 * eps * exact.abs() + world * sum_eps * magnitude
+            # Integers are exact; a float sum of W terms is rounded once, W > 2 halves included.
+            bound = torch.zeros_like(magnitude)
+            if dtype.is_floating_point:
+                bound = sum_error_bound(exact, magnitude, world, dtype)
 
             total = all_reduce(x)
             assert total.dtype == dtype
