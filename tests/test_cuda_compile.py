@@ -40,7 +40,7 @@ def test_compiles_for_every_default_gpu(source, tmp_path):
 
 
 def test_there_is_a_cuda_source():
-    assert [source.stem for source in SOURCES] == ["onebit_compress"]
+    assert "onebit_compress" in [source.stem for source in SOURCES]
 
 
 @pytest.fixture
