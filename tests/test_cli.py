@@ -338,3 +338,16 @@ def test_under_torchrun_rank_0_alone_says_what_is_wrong(monkeypatch, capsys, ran
     assert main.main(["train", "--tp=3"]) == 2
     assert (capsys.readouterr().err == "") == (rank == 1)
     assert len(slept) == rank  # or torchrun would end rank 0 before it has spoken
+
+
+def test_a_data_path_is_kept_absolute_so_that_any_directory_can_resume(tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    from mcp_parallel.cli.train import _anchored
+    from mcp_parallel.config import Config
+
+    monkeypatch.chdir(tmp_path)
+    config = Config()
+    assert _anchored(config) == config
+    relative = replace(config, data=replace(config.data, path="text/a.txt"))
+    assert _anchored(relative).data.path == str(tmp_path / "text" / "a.txt")

@@ -121,11 +121,18 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
     folder.create()
     with folder.lock():
         start = find_start(config, folder)
-        folder.write_config(config.to_yaml())
+        folder.write_config(_anchored(config).to_yaml())
         if not options.as_json:
             sys.stdout.write(_headline(config, folder, start))
             sys.stdout.flush()
         yield folder, start
+
+
+def _anchored(config: Config) -> Config:
+    """``config`` with its data path absolute, so that the run resumes from any directory."""
+    if config.data.path is None:
+        return config
+    return replace(config, data=replace(config.data, path=os.path.abspath(config.data.path)))
 
 
 def _rank_body(
