@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import sysconfig
 from pathlib import Path
@@ -23,6 +24,19 @@ from extensions import NativeBuild  # noqa: E402
 RECORD = "_build_record.json"
 
 
+def install(staged: Path, target: Path) -> None:
+    """Put ``staged`` in place at once, so that who imports meanwhile finds the old or the new one.
+
+    Where the build failed, what an earlier build left goes: it is not what the sources say.
+    """
+    if not staged.exists():
+        target.unlink(missing_ok=True)
+        return
+    beside = target.with_name(f"{target.name}.new")
+    shutil.copy2(staged, beside)
+    beside.replace(target)
+
+
 class BuildExt(build_ext):
     """Replaces setuptools' serial compilation by ours, and writes down what came of it."""
 
@@ -33,8 +47,10 @@ class BuildExt(build_ext):
         build = NativeBuild(ROOT, Path(self.build_temp).resolve())
         for extension in self.extensions:
             target = package / Path(self.get_ext_filename(extension.name)).name
-            target.unlink(missing_ok=True)  # what fails to build must not leave an old one behind
-            build.build(extension.name, target)
+            staged = build.build_dir / target.name
+            staged.unlink(missing_ok=True)
+            build.build(extension.name, staged)
+            install(staged, target)
         record = json.dumps(build.record(), indent=2, sort_keys=True) + "\n"
         (package / RECORD).write_text(record, encoding="utf-8")
         if os.environ.get("MCP_REQUIRE_EXT", "0") == "1":
