@@ -51,8 +51,9 @@ class BuildExt(build_ext):
             staged.unlink(missing_ok=True)
             build.build(extension.name, staged)
             install(staged, target)
-        record = json.dumps(build.record(), indent=2, sort_keys=True) + "\n"
-        (package / RECORD).write_text(record, encoding="utf-8")
+        record = json.dumps(build.record(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+        # A compiler's message names files of this tree by their full path; the record does not.
+        (package / RECORD).write_text(record.replace(f"{ROOT}{os.sep}", ""), encoding="utf-8")
         if os.environ.get("MCP_REQUIRE_EXT", "0") == "1":
             build.require_all()
         build.report()
