@@ -7,15 +7,25 @@ imported at the body's first call.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
 from mcp_kernels._op import has_body, override
+from mcp_kernels.triton.flash_attn_refuses import refuses
 
 # op -> "module:function" of its body. A new Triton body is one line here.
 BODIES = {
+    "flash_attn": "mcp_kernels.triton.flash_attn:flash_attn",
+    "flash_attn_varlen": "mcp_kernels.triton.flash_attn:flash_attn_varlen",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
     "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
+}
+
+# What a body leaves to the reference; one that is not here takes every call.
+REFUSALS: dict[str, Callable[..., str | None]] = {
+    "flash_attn": refuses,
+    "flash_attn_varlen": refuses,
 }
 
 
@@ -27,4 +37,4 @@ def register() -> None:
         return
     for op, body in BODIES.items():
         if not has_body(op, "CUDA"):
-            override(op, body, "CUDA", backend="triton")
+            override(op, body, "CUDA", backend="triton", refuses=REFUSALS.get(op))

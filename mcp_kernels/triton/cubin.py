@@ -1,0 +1,113 @@
+"""Compile a Triton launch for a GPU that is not there, and read what it would use of one.
+
+A launch compiled here is the one that a GPU would run: types, alignment and constants come from its
+arguments by Triton's own rules. Registers, shared memory and spills come from ptxas.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from mcp_kernels.triton.flash_attn_launch import Launch
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float64: "*fp64",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.uint8: "*u8",
+}
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What one program of a kernel takes."""
+
+    registers: int
+    """32-bit registers a thread."""
+    spill_bytes: int
+    """Bytes a thread that go through local memory for want of registers, stores and loads."""
+    shared_bytes: int
+    """Shared memory of a program."""
+    has_wgmma: bool
+    """Whether products run on Hopper's warp-group instructions."""
+
+
+def compile_launch(launch: Launch, arch: int) -> Resources:
+    """Compile ``launch`` for compute capability ``arch`` (80, 90).
+
+    Raises:
+        RuntimeError: ptxas refuses what Triton made.
+    """
+    signature: dict[str, Any] = {}
+    constants: dict[Any, Any] = {}
+    attributes: dict[tuple[int, ...], Any] = {}
+    given = {**launch.args, **launch.constants}
+    for index, name in enumerate(launch.kernel.arg_names):
+        if name in launch.constants:
+            signature[name] = "constexpr"
+            constants[(index,)] = launch.constants[name]
+            continue
+        signature[name] = _signature(given[name], (index,), constants, attributes)
+    source = ASTSource(launch.kernel, signature, constants, attributes)
+    options = {"num_warps": launch.tile.num_warps, "num_stages": launch.tile.num_stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ptx: Any = compiled.asm["ptx"]
+    return _resources(ptx, arch, compiled.metadata.shared)
+
+
+def _signature(
+    value: Any, path: tuple[int, ...], constants: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
+    """Triton's type of an argument; notes constants and alignment as a launch would."""
+    if isinstance(value, tuple):
+        return tuple(
+            _signature(item, (*path, at), constants, attributes) for at, item in enumerate(value)
+        )
+    if value is None or (isinstance(value, int) and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, Tensor):
+        attributes[path] = _ALIGNED  # what torch's allocator gives
+        return _TYPES[value.dtype]
+    if isinstance(value, float):
+        return "fp32"
+    if value % 16 == 0:
+        attributes[path] = _ALIGNED
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _resources(ptx: str, arch: int, shared_bytes: int) -> Resources:
+    suffix = "a" if arch >= 90 else ""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [
+            *(get_ptxas(arch).path, "-v", "--fmad=true", f"--gpu-name=sm_{arch}{suffix}"),
+            *(str(source), "-o", str(Path(folder, "kernel.cubin"))),
+        ]
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        raise RuntimeError(f"compile_launch: ptxas must accept the kernel, got {answer.stderr}")
+    registers = re.search(r"Used (\d+) registers", answer.stderr)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", answer.stderr)
+    if registers is None or not spills:
+        raise RuntimeError(f"compile_launch: ptxas must report registers, got {answer.stderr}")
+    return Resources(
+        int(registers[1]), sum(map(int, spills)), shared_bytes, "wgmma.mma_async" in ptx
+    )

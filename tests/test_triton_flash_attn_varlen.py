@@ -1,0 +1,70 @@
+"""Triton attention over sequences laid end to end: equal to each sequence on its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton_attention import DEVICE, IGNORE_NUMPY, exact, tiles_of, worst
+
+from mcp_kernels.triton import flash_attn as body
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_NUMPY)
+
+# Lengths of (q, k) that are empty on either side or on both, end inside a tile and at its edge;
+# slack of q, of k, of both, of neither; no sequence at all.
+LAYOUTS = {
+    "usual": ([5, 20, 1], [7, 16, 33], 0, 0),
+    "empty_ones": ([0, 17, 3, 0, 16], [4, 0, 9, 0, 16], 0, 0),
+    "slack": ([3, 18], [18, 2], 5, 20),
+    "slack_of_rows": ([16], [16], 33, 0),
+    "only_slack": ([], [], 4, 5),
+    "nothing": ([0, 0], [0, 0], 0, 0),
+}
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "plain": (0.35, -1, -1, False, 0.0, 0.0),
+    "causal": (0.35, -1, 0, False, 0.0, 0.0),
+    "window_top_left": (0.35, 4, 6, True, 0.9, 0.0),
+    "dropout": (0.35, 20, 0, False, 0.0, 0.3),
+}
+
+
+def _args(layout: str, options: str, dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    q_lengths, k_lengths, q_slack, k_slack = LAYOUTS[layout]
+    generator = torch.Generator().manual_seed(len(layout))
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(DEVICE)
+
+    def ends(lengths: list[int], as_dtype: torch.dtype) -> torch.Tensor:
+        return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(as_dtype)
+
+    rows, keys = sum(q_lengths) + q_slack, sum(k_lengths) + k_slack
+    rng = torch.tensor([77, 0], device=DEVICE) if options == "dropout" else None
+    slopes = torch.rand(len(q_lengths), 4, generator=generator).to(DEVICE)
+    return (
+        *(draw(rows, 4, 9), draw(keys, 2, 9), draw(keys, 2, 11)),
+        *(ends(q_lengths, torch.int32), ends(k_lengths, torch.int64)),
+        *(slopes if q_lengths else None, draw(4), rng, *OPTIONS[options]),
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_forward(layout: str, options: str, poisoned_memory: None) -> None:
+    args = _args(layout, options)
+    with tiles_of(16, 16):
+        got = body.flash_attn_varlen(*args)
+    wanted = exact("flash_attn_varlen", args)
+    for actual, expected in zip(got, wanted, strict=True):
+        assert torch.equal(actual.double().isinf(), expected.isinf())
+        # Scores of at most 20 over 9 dims, sums of at most 33 terms: 20 * 3 + 6 + 8 roundings.
+        bound = torch.full_like(expected, 80 * 2.0**-24 * 4)
+        seen = expected.isfinite()
+        assert ((actual.double() - expected).abs() <= bound)[seen].all(), worst(
+            actual.double(), expected, bound
+        )
