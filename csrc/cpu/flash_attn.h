@@ -1,0 +1,154 @@
+// Flash attention on CPU: the contract of the compiled bodies. No torch here.
+//
+//   S = scale * q k^T, then softcap, bias, ALiBi, window      lse = log(sum_j exp S_j + exp sink)
+//   P = exp(S - lse)                                          out = (P * keep / (1 - p)) v
+//   dP = dout v^T * keep / (1 - p)                            dS = P * (dP - rowsum(dout out) +
+//   dlse) dq = scale * dS k     dk = scale * dS^T q                 dv = (P * keep / (1 - p))^T
+//   dout
+//
+// Source: Dao, "FlashAttention-2", 2023; blocks of scores stay in cache, keys are packed once for
+// all query heads of their group. mcp_kernels/ops/attention_reference.py is the definition.
+// Cost: 2 (D + E) flops a visible score forward, 2.5 times that backward; memory O(S (D + E)).
+//
+// Sums run in float32, in float64 for float64; each result is rounded once. The order of every sum
+// follows from the shapes alone, so results do not depend on the number of threads.
+//
+// Letters: H = query heads, N = KV heads, G = H / N, D = head dim of q and k, E = of v. A row m of
+// a KV head is query position m / G of its query head m % G: the G heads share each tile of keys.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace mcp {
+
+enum class AttnType { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
+
+// Rows of a tile of scores: 8 micro-tiles of 6; with kAttnKeys columns it takes 24 KiB of L1.
+constexpr int kAttnRows = 48;
+constexpr int kAttnKeys = 128;
+// Keys that lie side by side in a packed panel: the 4 registers of a micro-tile on AVX-512.
+constexpr int kAttnPanel = 64;
+// Widths are padded with zeros to this, a whole number of registers on every instruction set.
+constexpr int kAttnPad = 16;
+// Keys that one task of a decode call goes through; what a row adds up depends on nothing else.
+constexpr int kAttnSplit = 1024;
+// What the shapes allow at the least and at the most; the kernel is written for any.
+constexpr int kAttnMaxDim = 1 << 14;
+
+constexpr int64_t attn_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+struct AttnTensor {
+  const void* data;
+  int64_t row, head, dim;  // strides in elements
+};
+
+// One batch entry, or one sequence of a packed batch.
+struct AttnSequence {
+  int64_t num_rows, num_keys;
+  int64_t first_row, first_key;  // rows before it in the contiguous results [rows, H, ...]
+  int64_t q, k, v, dout;         // elements before it in the tensors
+  int64_t lse;                   // elements before row 0 of head 0 in lse
+  int64_t batch;                 // its index: for dropout, bias and slopes
+};
+
+struct AttnBias {
+  const void* data;  // null: none
+  AttnType type;
+  int64_t batch, head, row, key;  // strides in elements, 0 where broadcast
+};
+
+struct FlashAttnArgs {
+  AttnType type;  // of q, k, v, out, dout and their gradients
+  AttnTensor q, k, v, dout;
+  const AttnSequence* sequences;
+  int64_t num_sequences, heads, kv_heads, head_dim, value_dim;
+
+  double scale, softcap;              // softcap 0: off
+  int64_t window_left, window_right;  // below 0: no limit
+  bool top_left;
+  AttnBias bias;
+  const double* slopes;  // ALiBi, null: none
+  int64_t slopes_batch;  // stride of slopes by batch; by head it is 1
+  const double* sink;    // [H], null: none
+  double dropout_p;      // 0: no dropout
+  uint64_t seed, offset;
+
+  void* out;               // [rows, H, E]; read in backward
+  void* lse;               // float32 (float64 for float64); read in backward
+  int64_t lse_head;        // stride by head
+  const void* dlse;        // laid out as lse, null: none
+  void *dq, *dk, *dv;      // [rows, H, D], [keys, N, D], [keys, N, E]
+  void* dbias;             // float32 (float64), contiguous; null: not wanted
+  AttnBias dbias_strides;  // strides of dbias
+  double* dsink_of_head;   // [num_sequences, H]
+};
+
+// What is packed of one KV head of one sequence. Scalars are float, or double for float64.
+struct AttnHead {
+  const AttnSequence* sequence;
+  int64_t kv_head;
+  void* k_panels;  // [panels][D][kAttnPanel]
+  void* v_rows;    // [keys][E padded]
+  // Backward.
+  void* v_panels;               // [panels][E][kAttnPanel]
+  void* k_rows;                 // [keys][D padded]
+  void* q_rows;                 // [G * rows][D padded]
+  void* do_rows;                // [G * rows][E padded]
+  void* lse;                    // [G * rows], +inf where a row saw no key
+  void* delta;                  // [G * rows]
+  void* dq_parts;               // [chunks][G * rows][D padded]
+  std::atomic<bool> is_finite;  // q, k, v and dout as far as they are packed
+};
+
+// Part `split` of `num_splits` of the keys for rows [first_row, last_row) of a KV head.
+struct AttnForwardTask {
+  AttnHead* head;  // packed, or only its sequence and kv_head where is_packed is false
+  bool is_packed;
+  int64_t first_row, last_row;
+  int64_t first_key, last_key;
+  void* partial;  // [rows][E padded + kAttnPad] of a split; null: the task finishes its rows
+};
+
+// The functions of one instruction set for one type.
+struct FlashAttnBody {
+  // Keys [first, last) into k_panels and v_rows; backward also into v_panels and k_rows.
+  // first is a multiple of kAttnPanel.
+  void (*pack_keys)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last, bool backward);
+  void (*forward)(const FlashAttnArgs&, const AttnForwardTask&, void* scratch);
+  // Joins the partial results of all splits of some rows, `stride` scalars apart.
+  void (*join)(const FlashAttnArgs&, const AttnForwardTask&, int64_t num_splits, int64_t stride,
+               void* scratch);
+  // Rows [first, last) into q_rows, do_rows, lse and delta.
+  void (*pack_rows)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last);
+  // What pack_rows leaves out of delta, of rows [first, last), at most kAttnRows; null: nothing.
+  void (*add_deltas)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last, void* scratch);
+  // dk and dv of keys [first, last), and their part of dq.
+  void (*backward)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last, void* dq_part,
+                   void* scratch);
+  // dq of rows [first, last) from the parts; adds the rows' part of dsink.
+  void (*finish_dq)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last,
+                    int64_t num_parts);
+};
+
+// Scalars of scratch that one worker needs.
+constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim) {
+  const int64_t d = attn_round_up(head_dim, kAttnPad), e = attn_round_up(value_dim, kAttnPad);
+  return kAttnRows * (kAttnKeys + d + e) + kAttnKeys * (d + e);
+}
+constexpr int64_t attn_backward_scratch(int64_t head_dim, int64_t value_dim) {
+  const int64_t d = attn_round_up(head_dim, kAttnPad), e = attn_round_up(value_dim, kAttnPad);
+  return 2 * kAttnRows * kAttnKeys + kAttnKeys * (d + e);
+}
+
+namespace scalar {
+const FlashAttnBody& flash_attn_body(AttnType type);
+}
+namespace avx2 {
+const FlashAttnBody& flash_attn_body(AttnType type);
+}
+namespace avx512 {
+const FlashAttnBody& flash_attn_body(AttnType type);
+}
+
+}  // namespace mcp

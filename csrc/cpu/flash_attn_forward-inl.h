@@ -1,0 +1,231 @@
+// Forward pass of attention: one block of rows goes through its keys tile by tile.
+//
+// Included inside the namespace of an instruction set, after the files it uses.
+
+constexpr double kLog2E = 1.4426950408889634;
+
+template <class S>
+struct ForwardBlock {
+  using T = typename S::Scalar;
+
+  const FlashAttnArgs& args;
+  const AttnSequence& seq;
+  int64_t kv_head, first_row;
+  int rows;
+  T *s, *o, *q, *k_panels, *v_rows;  // scratch: tile of scores, sums of P v, rows, packed keys
+  int64_t ldo;
+
+  RowPlace place[kAttnRows];
+  KeyRange keys[kAttnRows];
+  T row_max[kAttnRows], row_sum[kAttnRows], rescale[kAttnRows];
+
+  ForwardBlock(const FlashAttnArgs& args_, const AttnForwardTask& task, T* scratch)
+      : args(args_),
+        seq(*task.head->sequence),
+        kv_head(task.head->kv_head),
+        first_row(task.first_row),
+        rows(static_cast<int>(task.last_row - task.first_row)) {
+    ldo = attn_round_up(args.value_dim, kAttnPad);
+    const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
+    s = scratch;
+    o = s + kAttnRows * kAttnKeys;
+    q = o + kAttnRows * ldo;
+    k_panels = q + kAttnRows * ldq;
+    v_rows = k_panels + kAttnKeys * ldq;
+    for (int r = 0; r < rows; ++r) {
+      place[r] = attn_place(args, kv_head, first_row + r);
+      keys[r] = visible_keys(args, seq, place[r].position);
+      // The lowest number, not -inf: a row that sees no key then has exponentials 0, not NaN.
+      row_max[r] = std::numeric_limits<T>::lowest();
+      row_sum[r] = 0;
+    }
+  }
+
+  // Natural scores are the scores of a row times this.
+  T to_natural() const { return is_plain(args) ? static_cast<T>(args.scale) : T{1}; }
+};
+
+// Lanes [v, v + kLanes) of a row whose visible keys are [first, last): hidden scores become -inf.
+template <class S>
+inline typename S::Vec hide(typename S::Vec x, int64_t v, int64_t first, int64_t last) {
+  if (v >= first && v + S::kLanes <= last) return x;
+  return S::select_range(x, first - v, last - v,
+                         -std::numeric_limits<typename S::Scalar>::infinity());
+}
+
+// The maxima of a tile's rows, and the factors by which earlier sums shrink.
+template <class S>
+void find_maxima(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
+  using T = typename S::Scalar;
+  const bool plain = is_plain(block.args);
+  for (int r = 0; r < block.rows; ++r) {
+    T* row = block.s + r * kAttnKeys;
+    const int64_t first = std::max<int64_t>(0, block.keys[r].first - tile_key);
+    const int64_t last = std::min<int64_t>(count, block.keys[r].last - tile_key);
+    if (!plain)
+      score_row<S>(block.args, block.seq, block.place[r], tile_key, first, last, row, nullptr);
+    auto best = S::set1(block.row_max[r]);
+    for (int64_t v = first / S::kLanes * S::kLanes; v < last; v += S::kLanes) {
+      const auto x = hide<S>(S::load(row + v), v, first, last);
+      best = S::max(x, best);
+    }
+    const T maximum = S::reduce_max(best);
+    block.rescale[r] = block.row_max[r] - maximum;
+    block.row_max[r] = maximum;
+  }
+  const auto factor = S::set1(static_cast<T>(block.to_natural() * kLog2E));
+  for (int r = 0; r < block.rows; r += S::kLanes) {
+    S::store(block.rescale + r, S::exp2(S::load(block.rescale + r) * factor));
+  }
+}
+
+// Scores become exp(s - max); hidden ones exactly 0.
+template <class S>
+void exponentials(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
+  using T = typename S::Scalar;
+  const auto factor = S::set1(static_cast<T>(block.to_natural() * kLog2E));
+  const int64_t width = attn_round_up(count, S::kLanes);
+  for (int r = 0; r < block.rows; ++r) {
+    T* row = block.s + r * kAttnKeys;
+    const int64_t first = std::max<int64_t>(0, block.keys[r].first - tile_key);
+    const int64_t last = std::min<int64_t>(count, block.keys[r].last - tile_key);
+    const auto maximum = S::set1(block.row_max[r]);
+    auto sum = typename S::Vec{};
+    int64_t v = 0;
+    for (; v < std::min(width, first / S::kLanes * S::kLanes); v += S::kLanes) {
+      S::store(row + v, typename S::Vec{});
+    }
+    for (; v < last; v += S::kLanes) {
+      const auto x = hide<S>(S::load(row + v), v, first, last);
+      const auto p = S::exp2((x - maximum) * factor);
+      sum = sum + p;
+      S::store(row + v, p);
+    }
+    for (; v < width; v += S::kLanes) S::store(row + v, typename S::Vec{});
+    block.row_sum[r] = block.row_sum[r] * block.rescale[r] + S::reduce_add(sum);
+    if (block.args.dropout_p > 0 && first < last) {
+      T factors[kAttnKeys];
+      dropout_factors(block.args, block.seq, block.place[r], tile_key + first, tile_key + last,
+                      factors);
+      for (int64_t j = first; j < last; ++j) row[j] *= factors[j - first];
+    }
+  }
+}
+
+// One tile: keys [tile_key, tile_key + count), packed at k_panels and v_rows.
+template <class S>
+void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
+                  const typename S::Scalar* k_panels, const typename S::Scalar* v_rows,
+                  bool is_first, bool is_finite) {
+  using T = typename S::Scalar;
+  const int64_t dim = block.args.head_dim;
+  for (int64_t panel = 0; panel < count; panel += kAttnPanel) {
+    gemm<S>(block.rows, attn_round_up(std::min<int64_t>(kAttnPanel, count - panel), S::kLanes), dim,
+            block.q, attn_round_up(dim, kAttnPad), k_panels + panel * dim, kAttnPanel,
+            GemmTo<T>{block.s + panel, kAttnKeys, Into::kSet, nullptr});
+  }
+  find_maxima<S>(block, tile_key, count);
+  exponentials<S>(block, tile_key, count);
+  const GemmTo<T> to{block.o, block.ldo, is_first ? Into::kSet : Into::kScaledAdd, block.rescale};
+  if (is_finite) {
+    gemm_scores<S>(block.rows, block.ldo, count, block.s, v_rows, block.ldo, to);
+  } else {
+    gemm_skipping_zeros<S>(block.rows, block.ldo, count, block.s, kAttnKeys, 1, v_rows, block.ldo,
+                           to);
+  }
+}
+
+// out and lse of the rows from o, row_max and row_sum.
+template <class S, class E>
+void finish_rows(ForwardBlock<S>& block) {
+  using T = typename S::Scalar;
+  const FlashAttnArgs& args = block.args;
+  for (int r = 0; r < block.rows; ++r) {
+    const auto [position, h] = block.place[r];
+    T lse = block.row_max[r] * block.to_natural();
+    T total = block.row_sum[r], weight = 1;
+    const T sink =
+        args.sink == nullptr ? -std::numeric_limits<T>::infinity() : static_cast<T>(args.sink[h]);
+    if (sink != -std::numeric_limits<T>::infinity()) {
+      const T maximum = total == 0 ? sink : std::max(lse, sink);
+      weight = total == 0 ? T{0} : std::exp(lse - maximum);
+      total = total * weight + std::exp(sink - maximum);
+      lse = maximum;
+    }
+    // A row that sees no key: 0 / 1, and the logarithm of 0.
+    const auto factor = S::set1(total == 0 ? T{0} : weight / total);
+    lse = total == 0 ? -std::numeric_limits<T>::infinity() : lse + std::log(total);
+    static_cast<T*>(args.lse)[block.seq.lse + h * args.lse_head + position] = lse;
+    E* out = static_cast<E*>(args.out) +
+             ((block.seq.first_row + position) * args.heads + h) * args.value_dim;
+    for (int64_t e = 0; e < args.value_dim; e += S::kLanes) {
+      store_part<S>(out + e, S::load(block.o + r * block.ldo + e) * factor, args.value_dim - e);
+    }
+  }
+}
+
+template <class S, class E>
+void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
+  using T = typename S::Scalar;
+  ForwardBlock<S> block(args, task, static_cast<T*>(scratch));
+  FiniteCheck<S> rows_check;
+  const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
+  for (int r = 0; r < block.rows; ++r) {
+    const auto [position, h] = block.place[r];
+    pack_row<S>(attn_row<E>(args.q, block.seq.q, position, h), args.q.dim, args.head_dim,
+                block.q + r * ldq, rows_check);
+  }
+  const KeyRange seen = visible_keys(args, block.seq, task.first_row, task.last_row);
+  const int64_t last = std::min(task.last_key, seen.last);
+  int64_t key = std::max(task.first_key, seen.first / kAttnPanel * kAttnPanel);
+  bool is_first = true;
+  for (; key < last; key += kAttnKeys, is_first = false) {
+    const int64_t count = std::min<int64_t>(kAttnKeys, last - key);
+    if (task.is_packed) {
+      forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
+                      static_cast<T*>(task.head->v_rows) + key * block.ldo, is_first,
+                      task.head->is_finite.load(std::memory_order_relaxed));
+      continue;
+    }
+    FiniteCheck<S> check;
+    pack_panels_of<S, E>({args.k.data, args.k.row, args.k.head, args.k.dim},
+                         block.seq.k + key * args.k.row, block.kv_head, 0, count, args.head_dim,
+                         block.k_panels, check);
+    pack_rows_of<S, E>(args.v, block.seq.v + key * args.v.row, block.kv_head, 0, count,
+                       args.value_dim, block.v_rows, check);
+    forward_tile<S>(block, key, count, block.k_panels, block.v_rows, is_first, check.is_finite());
+  }
+  if (is_first) std::fill(block.o, block.o + block.rows * block.ldo, T{0});
+  if (task.partial == nullptr) return finish_rows<S, E>(block);
+  T* partial = static_cast<T*>(task.partial);
+  for (int r = 0; r < block.rows; ++r, partial += block.ldo + kAttnPad) {
+    std::copy(block.o + r * block.ldo, block.o + (r + 1) * block.ldo, partial);
+    partial[block.ldo] = block.row_max[r];
+    partial[block.ldo + 1] = block.row_sum[r];
+  }
+}
+
+// task.partial is split 0 of the rows, the others lie `stride` scalars apart.
+template <class S, class E>
+void join(const FlashAttnArgs& args, const AttnForwardTask& task, int64_t num_splits,
+          int64_t stride, void* scratch) {
+  using T = typename S::Scalar;
+  ForwardBlock<S> block(args, task, static_cast<T*>(scratch));
+  const T factor = static_cast<T>(block.to_natural() * kLog2E);
+  for (int r = 0; r < block.rows; ++r) {
+    const T* partial = static_cast<const T*>(task.partial) + r * (block.ldo + kAttnPad);
+    for (int64_t i = 0; i < num_splits; ++i) {
+      block.row_max[r] = std::max(block.row_max[r], partial[i * stride + block.ldo]);
+    }
+    T* o = block.o + r * block.ldo;
+    std::fill(o, o + block.ldo, T{0});
+    for (int64_t i = 0; i < num_splits; ++i, partial += stride) {
+      const auto weight = S::exp2(S::set1((partial[block.ldo] - block.row_max[r]) * factor));
+      block.row_sum[r] += weight[0] * partial[block.ldo + 1];
+      for (int64_t e = 0; e < block.ldo; e += S::kLanes) {
+        S::store(o + e, S::fma(weight, S::load(partial + e), S::load(o + e)));
+      }
+    }
+  }
+  finish_rows<S, E>(block);
+}

@@ -1,0 +1,91 @@
+// Packing for attention: rows widened and padded, panels with keys side by side.
+//
+// Included inside the namespace of an instruction set, after flash_attn_vector-inl.h. S is a vector
+// of the scalars that sums run in, E the element type of the tensors.
+
+// Notes in passing whether all that it is shown is finite.
+template <class S>
+class FiniteCheck {
+ public:
+  void see(typename S::Vec v) { sum_ = S::fma(v, typename S::Vec{}, sum_); }
+  bool is_finite() const { return S::reduce_add(sum_) == 0; }
+
+ private:
+  typename S::Vec sum_ = {};  // 0, or NaN once an infinity or NaN took part
+};
+
+// One row of `width` elements, widened, padded with zeros.
+template <class S, class E>
+void pack_row(const E* from, int64_t stride, int64_t width, typename S::Scalar* to,
+              FiniteCheck<S>& check) {
+  const int64_t padded = attn_round_up(width, kAttnPad);
+  for (int64_t d = 0; d < padded; d += S::kLanes) {
+    const auto v =
+        d < width ? load_part<S>(from + d * stride, stride, width - d) : typename S::Vec{};
+    check.see(v);
+    S::store(to + d, v);
+  }
+}
+
+// Keys [0, count) of up to one panel as columns: to[d * kAttnPanel + key]; keys past count are 0.
+template <class S, class E>
+void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count, int64_t width,
+                typename S::Scalar* to, FiniteCheck<S>& check) {
+  for (int64_t key = 0; key < kAttnPanel; key += S::kLanes) {
+    for (int64_t d = 0; d < width; d += S::kLanes) {
+      typename S::Vec rows[S::kLanes];
+      for (int j = 0; j < S::kLanes; ++j) {
+        const E* row = from + (key + j) * row_stride + d * stride;
+        rows[j] = key + j < count ? load_part<S>(row, stride, width - d) : typename S::Vec{};
+        check.see(rows[j]);
+      }
+      S::transpose(rows);
+      const int64_t filled = std::min<int64_t>(S::kLanes, width - d);
+      for (int64_t j = 0; j < filled; ++j) S::store(to + (d + j) * kAttnPanel + key, rows[j]);
+    }
+  }
+}
+
+// First element of row `row` of head `head` of a sequence that begins `first` elements in.
+template <class E>
+const E* attn_row(const AttnTensor& x, int64_t first, int64_t row, int64_t head) {
+  return static_cast<const E*>(x.data) + first + row * x.row + head * x.head;
+}
+
+template <class S, class E>
+void pack_rows_of(const AttnTensor& x, int64_t sequence, int64_t head, int64_t first, int64_t last,
+                  int64_t width, void* to, FiniteCheck<S>& check) {
+  const int64_t padded = attn_round_up(width, kAttnPad);
+  auto* rows = static_cast<typename S::Scalar*>(to);
+  for (int64_t key = first; key < last; ++key) {
+    pack_row<S>(attn_row<E>(x, sequence, key, head), x.dim, width, rows + key * padded, check);
+  }
+}
+
+template <class S, class E>
+void pack_panels_of(const AttnTensor& x, int64_t sequence, int64_t head, int64_t first,
+                    int64_t last, int64_t width, void* to, FiniteCheck<S>& check) {
+  auto* panels = static_cast<typename S::Scalar*>(to);
+  for (int64_t key = first; key < last; key += kAttnPanel) {
+    pack_panel<S>(attn_row<E>(x, sequence, key, head), x.row, x.dim, last - key, width,
+                  panels + key * width, check);
+  }
+}
+
+template <class S, class E>
+void pack_keys(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t last,
+               bool backward) {
+  const AttnSequence& seq = *head.sequence;
+  FiniteCheck<S> check;
+  pack_panels_of<S, E>(args.k, seq.k, head.kv_head, first, last, args.head_dim, head.k_panels,
+                       check);
+  if (backward) {
+    pack_rows_of<S, E>(args.k, seq.k, head.kv_head, first, last, args.head_dim, head.k_rows, check);
+    pack_panels_of<S, E>(args.v, seq.v, head.kv_head, first, last, args.value_dim, head.v_panels,
+                         check);
+  } else {
+    pack_rows_of<S, E>(args.v, seq.v, head.kv_head, first, last, args.value_dim, head.v_rows,
+                       check);
+  }
+  if (!check.is_finite()) head.is_finite.store(false, std::memory_order_relaxed);
+}

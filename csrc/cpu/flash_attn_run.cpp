@@ -1,0 +1,331 @@
+#include "cpu/flash_attn_run.h"
+
+#include <algorithm>
+#include <memory>
+#include <new>
+#include <vector>
+
+namespace mcp {
+namespace {
+
+// Keys or rows that one packing task takes: a whole number of panels, ~50 us of copying.
+constexpr int64_t kPackPart = 512;
+// Packed heads that are held at a time: what a shared cache has for two cores.
+constexpr int64_t kPackedBytes = 32 << 20;
+// Multiply-adds below which waking a thread costs more than it brings: ~20 us of work.
+constexpr int64_t kSerialWork = 1 << 20;
+// Backward tasks that a call is cut into where it has fewer heads than that, and the fewest keys
+// that are worth a part of dq of their own. Shapes alone decide, never the number of threads.
+constexpr int64_t kBackwardTasks = 16;
+constexpr int64_t kMaxParts = 8;
+constexpr int64_t kKeysOfPart = 512;
+
+constexpr std::align_val_t kLine{64};
+
+// Memory on cache lines, not initialised.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes)
+      : data_(static_cast<char*>(
+            ::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), kLine))) {}
+  ~Memory() { ::operator delete(data_, kLine); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* at(int64_t byte) const { return data_ + byte; }
+
+ private:
+  char* data_;
+};
+
+int64_t scalar_bytes(const FlashAttnArgs& args) {
+  return args.type == AttnType::kFloat64 ? sizeof(double) : sizeof(float);
+}
+
+struct Work {
+  const FlashAttnArgs& args;
+  const FlashAttnBody& body;
+  const FlashAttnThreads& threads;
+  int64_t num_threads;  // 1 where the call is small
+
+  // Calls task(i, worker) once for each i in [0, count); threads take the next one when they are
+  // done with theirs.
+  template <class Task>
+  void share(int64_t count, const Task& task) const {
+    const int64_t workers = std::min(num_threads, count);
+    if (workers <= 1) {
+      for (int64_t i = 0; i < count; ++i) task(i, 0);
+      return;
+    }
+    std::atomic<int64_t> next{0};
+    threads.parallel_for(workers, [&](int64_t worker) {
+      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, worker);
+    });
+  }
+};
+
+// Bytes of an array of scalars, rounded up so that the next one begins on a cache line too.
+int64_t array_bytes(const FlashAttnArgs& args, int64_t scalars) {
+  return attn_round_up(scalars * scalar_bytes(args), static_cast<int64_t>(kLine));
+}
+
+int64_t group_of(const FlashAttnArgs& args) { return args.heads / args.kv_heads; }
+
+int64_t parts_of(const FlashAttnArgs& args, const AttnSequence& seq) {
+  const int64_t heads = args.num_sequences * args.kv_heads;
+  const int64_t wanted = std::min(kMaxParts, (kBackwardTasks + heads - 1) / heads);
+  return std::max<int64_t>(1, std::min(wanted, seq.num_keys / kKeysOfPart));
+}
+
+// Puts the arrays of a head one after another from `memory` on; null only measures. Bytes taken.
+int64_t place_arrays(const FlashAttnArgs& args, AttnHead& head, char* memory, bool backward) {
+  const AttnSequence& seq = *head.sequence;
+  const int64_t d = attn_round_up(args.head_dim, kAttnPad);
+  const int64_t e = attn_round_up(args.value_dim, kAttnPad);
+  const int64_t keys = attn_round_up(seq.num_keys, kAttnPanel);
+  const int64_t rows = seq.num_rows * group_of(args);
+  int64_t taken = 0;
+  const auto take = [&](void*& array, int64_t scalars) {
+    if (memory != nullptr) array = memory + taken;
+    taken += array_bytes(args, scalars);
+  };
+  take(head.k_panels, keys * args.head_dim);
+  if (!backward) {
+    take(head.v_rows, keys * e);
+    return taken;
+  }
+  take(head.v_panels, keys * args.value_dim);
+  take(head.k_rows, keys * d);
+  take(head.q_rows, rows * d);
+  take(head.do_rows, rows * e);
+  take(head.lse, rows);
+  take(head.delta, rows);
+  take(head.dq_parts, parts_of(args, seq) * rows * d);
+  return taken;
+}
+
+// The KV heads of all sequences, those with most work first.
+std::vector<AttnHead> list_heads(const FlashAttnArgs& args) {
+  std::vector<int64_t> order(args.num_sequences);
+  for (int64_t b = 0; b < args.num_sequences; ++b) order[b] = b;
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+    const AttnSequence &first = args.sequences[a], &second = args.sequences[b];
+    return first.num_rows * first.num_keys > second.num_rows * second.num_keys;
+  });
+  std::vector<AttnHead> heads(args.num_sequences * args.kv_heads);
+  for (size_t i = 0; i < heads.size(); ++i) {
+    heads[i].sequence = &args.sequences[order[i / args.kv_heads]];
+    heads[i].kv_head = static_cast<int64_t>(i) % args.kv_heads;
+    heads[i].is_finite.store(true, std::memory_order_relaxed);
+  }
+  return heads;
+}
+
+Work plan_work(const FlashAttnArgs& args, const FlashAttnBody& body,
+               const FlashAttnThreads& threads) {
+  double products = 0;
+  for (int64_t b = 0; b < args.num_sequences; ++b) {
+    products += static_cast<double>(args.sequences[b].num_rows) *
+                static_cast<double>(args.sequences[b].num_keys);
+  }
+  products *= static_cast<double>(args.heads * (args.head_dim + args.value_dim));
+  return {args, body, threads, products < kSerialWork ? 1 : threads.count};
+}
+
+// Runs `wave` on as many heads at a time as their arrays may take of memory; at least one, and one
+// alone where one thread works, so that what it packed is still in its cache.
+template <class Wave>
+void in_waves(const Work& work, std::vector<AttnHead>& heads, bool backward, const Wave& wave) {
+  std::vector<int64_t> bytes(heads.size());
+  for (size_t i = 0; i < heads.size(); ++i) {
+    bytes[i] = place_arrays(work.args, heads[i], nullptr, backward);
+  }
+  const int64_t budget = work.num_threads == 1 ? 0 : kPackedBytes;
+  std::unique_ptr<Memory> memory;
+  int64_t held = -1;
+  for (size_t first = 0, last = 0; first < heads.size(); first = last) {
+    int64_t taken = 0;
+    do {
+      taken += bytes[last++];
+    } while (last < heads.size() && taken + bytes[last] <= budget);
+    if (taken > held) {
+      memory.reset();
+      memory = std::make_unique<Memory>(taken);
+      held = taken;
+    }
+    taken = 0;
+    for (size_t i = first; i < last; ++i) {
+      taken += place_arrays(work.args, heads[i], memory->at(taken), backward);
+    }
+    wave(&heads[first], static_cast<int64_t>(last - first));
+  }
+}
+
+struct Part {
+  AttnHead* head;
+  int64_t index, first, last;  // the how many-eth of its head
+};
+
+// [0, size) of each head in parts of `step`; none of a head without any.
+template <class Size>
+std::vector<Part> cut(AttnHead* heads, int64_t count, int64_t step, const Size& size) {
+  std::vector<Part> parts;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t total = size(heads[i]);
+    for (int64_t first = 0; first < total; first += step) {
+      parts.push_back({&heads[i], first / step, first, std::min(first + step, total)});
+    }
+  }
+  return parts;
+}
+
+int64_t num_keys(const AttnHead& head) { return head.sequence->num_keys; }
+
+// Heads whose rows fill more than one block: keys are packed once for all of them.
+void forward_packed(const Work& work, const Memory& scratch, int64_t scratch_bytes,
+                    std::vector<AttnHead>& packed) {
+  const int64_t group = group_of(work.args);
+  in_waves(work, packed, false, [&](AttnHead* heads, int64_t count) {
+    const std::vector<Part> keys = cut(heads, count, kPackPart, num_keys);
+    work.share(static_cast<int64_t>(keys.size()), [&](int64_t i, int64_t) {
+      work.body.pack_keys(work.args, *keys[i].head, keys[i].first, keys[i].last, false);
+    });
+    const std::vector<Part> rows = cut(heads, count, kAttnRows, [&](const AttnHead& head) {
+      return head.sequence->num_rows * group;
+    });
+    const int64_t num_tasks = static_cast<int64_t>(rows.size());
+    work.share(num_tasks, [&](int64_t i, int64_t worker) {
+      // Last rows first: where causal they see most keys, and short tasks at the end let threads
+      // finish together.
+      const Part& part = rows[num_tasks - 1 - i];
+      work.body.forward(work.args,
+                        {part.head, true, part.first, part.last, 0, num_keys(*part.head), nullptr},
+                        scratch.at(worker * scratch_bytes));
+    });
+  });
+}
+
+// Heads whose rows are one block: each task packs what it reads, and long keys are split.
+void forward_split(const Work& work, const Memory& scratch, int64_t scratch_bytes,
+                   std::vector<AttnHead>& heads) {
+  const FlashAttnArgs& args = work.args;
+  const int64_t group = group_of(args);
+  const std::vector<Part> splits =
+      cut(heads.data(), static_cast<int64_t>(heads.size()), kAttnSplit,
+          [](const AttnHead& head) { return std::max<int64_t>(1, num_keys(head)); });
+  const int64_t ld = attn_round_up(args.value_dim, kAttnPad) + kAttnPad;
+  const int64_t stride = kAttnRows * ld;
+  const bool joins = splits.size() > heads.size();
+  const int64_t num_splits = static_cast<int64_t>(splits.size());
+  const Memory partials(joins ? num_splits * stride * scalar_bytes(args) : 0);
+  const auto task_of = [&](int64_t i) {
+    const Part& part = splits[i];
+    const bool is_alone = num_keys(*part.head) <= kAttnSplit;
+    void* partial = is_alone ? nullptr : partials.at(i * stride * scalar_bytes(args));
+    return AttnForwardTask{part.head,  false,
+                           0,          part.head->sequence->num_rows * group,
+                           part.first, std::min(part.last, num_keys(*part.head)),
+                           partial};
+  };
+  work.share(num_splits, [&](int64_t i, int64_t worker) {
+    work.body.forward(args, task_of(i), scratch.at(worker * scratch_bytes));
+  });
+  if (!joins) return;
+  work.share(num_splits, [&](int64_t i, int64_t worker) {
+    const AttnForwardTask task = task_of(i);
+    if (task.partial == nullptr || task.first_key != 0) return;
+    const int64_t count = (num_keys(*task.head) + kAttnSplit - 1) / kAttnSplit;
+    work.body.join(args, task, count, stride, scratch.at(worker * scratch_bytes));
+  });
+}
+
+}  // namespace
+
+void run_flash_attn(const FlashAttnArgs& args, const FlashAttnBody& body,
+                    const FlashAttnThreads& threads) {
+  const Work work = plan_work(args, body, threads);
+  std::vector<AttnHead> all = list_heads(args);
+  int64_t num_packed = 0, num_split = 0;
+  const auto is_packed = [&](const AttnHead& head) {
+    return head.sequence->num_rows * group_of(args) > kAttnRows;
+  };
+  for (const AttnHead& head : all) {
+    (is_packed(head) ? num_packed : num_split) += head.sequence->num_rows > 0;
+  }
+  std::vector<AttnHead> packed(num_packed), split(num_split);
+  num_packed = num_split = 0;
+  for (const AttnHead& head : all) {
+    if (head.sequence->num_rows == 0) continue;
+    AttnHead& to = is_packed(head) ? packed[num_packed++] : split[num_split++];
+    to.sequence = head.sequence;
+    to.kv_head = head.kv_head;
+    to.is_finite.store(true, std::memory_order_relaxed);
+  }
+  const int64_t scratch_bytes =
+      array_bytes(args, attn_forward_scratch(args.head_dim, args.value_dim));
+  const Memory scratch(work.num_threads * scratch_bytes);
+  if (!packed.empty()) forward_packed(work, scratch, scratch_bytes, packed);
+  if (!split.empty()) forward_split(work, scratch, scratch_bytes, split);
+}
+
+void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,
+                        const FlashAttnThreads& threads) {
+  const Work work = plan_work(args, body, threads);
+  const int64_t group = group_of(args), d = attn_round_up(args.head_dim, kAttnPad);
+  const auto num_rows = [&](const AttnHead& head) { return head.sequence->num_rows * group; };
+  std::vector<AttnHead> all = list_heads(args);
+  const int64_t scratch_bytes =
+      array_bytes(args, attn_backward_scratch(args.head_dim, args.value_dim));
+  const Memory scratch(work.num_threads * scratch_bytes);
+  // Where several tasks add to one place of dbias they do so one after another, always in order.
+  const AttnBias& to = args.dbias_strides;
+  const bool is_shared =
+      args.dbias != nullptr && (to.batch == 0 || to.head == 0 || to.row == 0 || to.key == 0);
+  const FlashAttnThreads one{1, threads.parallel_for};
+  const Work in_order{args, body, one, 1};
+
+  in_waves(work, all, true, [&](AttnHead* heads, int64_t count) {
+    const std::vector<Part> keys = cut(heads, count, kPackPart, num_keys);
+    const std::vector<Part> rows = cut(heads, count, kPackPart, num_rows);
+    const int64_t num_key_tasks = static_cast<int64_t>(keys.size());
+    work.share(num_key_tasks + static_cast<int64_t>(rows.size()), [&](int64_t i, int64_t) {
+      const Part& part = i < num_key_tasks ? keys[i] : rows[i - num_key_tasks];
+      if (i < num_key_tasks) return body.pack_keys(args, *part.head, part.first, part.last, true);
+      body.pack_rows(args, *part.head, part.first, part.last);
+    });
+    if (body.add_deltas != nullptr) {
+      const std::vector<Part> blocks = cut(heads, count, kAttnRows, num_rows);
+      const int64_t num_blocks = static_cast<int64_t>(blocks.size());
+      work.share(num_blocks, [&](int64_t i, int64_t worker) {
+        const Part& part = blocks[num_blocks - 1 - i];
+        body.add_deltas(args, *part.head, part.first, part.last,
+                        scratch.at(worker * scratch_bytes));
+      });
+    }
+    std::vector<Part> tasks;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t parts = parts_of(args, *heads[i].sequence), total = num_keys(heads[i]);
+      const int64_t step = attn_round_up((total + parts - 1) / parts, kAttnKeys);
+      for (int64_t part = 0; part < parts; ++part) {
+        tasks.push_back(
+            {&heads[i], part, std::min(part * step, total), std::min((part + 1) * step, total)});
+      }
+    }
+    (is_shared ? in_order : work)
+        .share(static_cast<int64_t>(tasks.size()), [&](int64_t i, int64_t worker) {
+          const Part& task = tasks[i];
+          char* dq = static_cast<char*>(task.head->dq_parts) +
+                     task.index * num_rows(*task.head) * d * scalar_bytes(args);
+          body.backward(args, *task.head, task.first, task.last, dq,
+                        scratch.at(worker * scratch_bytes));
+        });
+    // dsink is a sum over the rows of a head: one task adds them all, in order.
+    const std::vector<Part> results =
+        cut(heads, count, args.sink != nullptr ? INT64_MAX / 2 : kPackPart, num_rows);
+    work.share(static_cast<int64_t>(results.size()), [&](int64_t i, int64_t) {
+      const Part& part = results[i];
+      body.finish_dq(args, *part.head, part.first, part.last, parts_of(args, *part.head->sequence));
+    });
+  });
+}
+
+}  // namespace mcp
