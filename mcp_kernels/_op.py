@@ -75,6 +75,7 @@ def define_op(
     """
     name = schema.split("(", 1)[0].strip()
     _library.define(schema, tags=tuple(tags))
+    reference = _without_autocast(reference)
     _library.impl(name, reference, "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake, lib=_library)
@@ -90,6 +91,17 @@ def define_op(
     )
     definitions[name] = definition
     return definition
+
+
+def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:
+    """``body`` in the dtypes it is given: below an op, autocast would still cast every matmul."""
+
+    @functools.wraps(body)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return body(*args, **kwargs)
+
+    return run
 
 
 def override(

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
 from mcp_kernels.ops import _comm
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._linear import check_features, check_linear, linear
 
 
@@ -82,6 +83,8 @@ def all_gather_matmul(
     dim = _comm.normalize_dim("all_gather_matmul", "gather_dim", gather_dim, x.dim())
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = _as_biases(bias, len(weights))
+    x, *flat = under_autocast(x, *weights, *biases)
+    weights, biases = flat[: len(weights)], flat[len(weights) :]
     name = _comm.group_name(group)
     _check(x, weights, biases, name, dim, gather_size)
     given = [b for b in biases if b is not None]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mcp_kernels.ops.attention as _core
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops.attention_check import (
     CausalAlign,
     check_alibi,
@@ -80,6 +81,7 @@ def flash_attn_func(  # noqa: PLR0913
     holds at most some MiB of scores at a time.
     """
     op = "flash_attn_func"
+    q, k, v = under_autocast(q, k, v)
     check_qkv(op, q, k, v)
     batch, num_rows, heads, head_dim = q.shape
     options = make_options(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops.attention_check import check_bias, check_qkv, make_options, make_rng
 
 _OP = "scaled_dot_product_attention"
@@ -51,6 +52,7 @@ def scaled_dot_product_attention(
     """
     if min(query.dim(), key.dim(), value.dim()) < 2:
         raise ValueError(f"{_OP}: query, key and value must be at least [L, D]")
+    query, key, value = under_autocast(query, key, value)
     lead = _leading_shape(query, key, value, enable_gqa)
     q, k, v = (_as_bshd(t, lead, enable_gqa) for t in (query, key, value))
     check_qkv(_OP, q, k, v)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mcp_kernels.ops.attention_varlen  # noqa: F401  (defines the op)
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops.attention_check import (
     CausalAlign,
     check_alibi,
@@ -84,6 +85,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     Cost: that of ``flash_attn_func`` on each sequence.
     """
     op = "flash_attn_varlen_func"
+    q, k, v = under_autocast(q, k, v)
     batch = cu_seqlens_q.numel() - 1
     if block_table is not None:
         k, v = (gather_pages(op, t, block_table, cu_seqlens_k) for t in (k, v))

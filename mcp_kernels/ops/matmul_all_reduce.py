@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
 from mcp_kernels.ops import _comm
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
 
 
@@ -43,6 +44,7 @@ def matmul_all_reduce(
 
     Cost: 2 M N K flops and one all-reduce of ``[M, N]``; backward 4 M N K flops, no communication.
     """
+    x, weight, bias = under_autocast(x, weight, bias)
     check_linear("matmul_all_reduce", x, weight, bias)
     check_features("matmul_all_reduce", x.shape[-1], weight)
     return torch.ops.mcp_kernels.matmul_all_reduce(x, weight, bias, _comm.group_name(group))

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
 from mcp_kernels.ops import _comm
+from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
 
 
@@ -51,6 +52,7 @@ def matmul_reduce_scatter(
     the product where ``scatter_dim`` is not the first dimension; backward 4 M N K flops, one
     all-gather.
     """
+    x, weight, bias = under_autocast(x, weight, bias)
     check_linear("matmul_reduce_scatter", x, weight, bias)
     check_features("matmul_reduce_scatter", x.shape[-1], weight)
     dim = _comm.normalize_dim("matmul_reduce_scatter", "scatter_dim", scatter_dim, x.dim())
