@@ -79,11 +79,7 @@ struct Doubles : Vector<double, 32> {
   static Vec exp2(Vec x) { return exp2_by<Doubles>(x); }
 };
 
-#include "cpu/flash_attn_backward-inl.h"
-#include "cpu/flash_attn_forward-inl.h"
-#include "cpu/flash_attn_gemm-inl.h"
-#include "cpu/flash_attn_pack-inl.h"
-#include "cpu/flash_attn_scores-inl.h"
+#include "cpu/flash_attn-inl.h"
 
 }  // namespace
 

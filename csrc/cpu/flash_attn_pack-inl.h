@@ -28,6 +28,9 @@ void pack_row(const E* from, int64_t stride, int64_t width, typename S::Scalar* 
 }
 
 // Keys [0, count) of up to one panel as columns: to[d * kAttnPanel + key]; keys past count are 0.
+//
+// Rows of one head may lie pages apart, where no hardware prefetcher follows: each register read
+// asks for the one that the next group of keys needs.
 template <class S, class E>
 void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count, int64_t width,
                 typename S::Scalar* to, FiniteCheck<S>& check) {
@@ -36,6 +39,7 @@ void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count
       typename S::Vec rows[S::kLanes];
       for (int j = 0; j < S::kLanes; ++j) {
         const E* row = from + (key + j) * row_stride + d * stride;
+        __builtin_prefetch(row + S::kLanes * row_stride);
         rows[j] = key + j < count ? load_part<S>(row, stride, width - d) : typename S::Vec{};
         check.see(rows[j]);
       }
@@ -57,8 +61,13 @@ void pack_rows_of(const AttnTensor& x, int64_t sequence, int64_t head, int64_t f
                   int64_t width, void* to, FiniteCheck<S>& check) {
   const int64_t padded = attn_round_up(width, kAttnPad);
   auto* rows = static_cast<typename S::Scalar*>(to);
+  constexpr int kAhead = 8;  // rows: a few kilobytes, ~ the latency of memory
   for (int64_t key = first; key < last; ++key) {
-    pack_row<S>(attn_row<E>(x, sequence, key, head), x.dim, width, rows + key * padded, check);
+    const E* row = attn_row<E>(x, sequence, key, head);
+    for (int64_t d = 0; d < width; d += 64 / sizeof(E)) {
+      __builtin_prefetch(row + kAhead * x.row + d * x.dim);
+    }
+    pack_row<S>(row, x.dim, width, rows + key * padded, check);
   }
 }
 

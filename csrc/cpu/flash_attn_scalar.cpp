@@ -22,11 +22,7 @@ struct Doubles : Vector<double, 16> {
   static constexpr int rows(int columns) { return columns == 2 ? 6 : 12; }
 };
 
-#include "cpu/flash_attn_backward-inl.h"
-#include "cpu/flash_attn_forward-inl.h"
-#include "cpu/flash_attn_gemm-inl.h"
-#include "cpu/flash_attn_pack-inl.h"
-#include "cpu/flash_attn_scores-inl.h"
+#include "cpu/flash_attn-inl.h"
 
 }  // namespace
 
