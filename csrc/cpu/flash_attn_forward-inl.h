@@ -164,6 +164,39 @@ void finish_rows(ForwardBlock<S>& block) {
   }
 }
 
+// Whether a tile may be read in place: few rows that see all of it, whole registers side by side.
+template <class S>
+bool is_streamed(const ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
+  const FlashAttnArgs& args = block.args;
+  if (block.rows > kStreamRows || args.bias.data != nullptr) return false;
+  if (args.k.dim != 1 || args.v.dim != 1) return false;
+  if (args.head_dim % S::kLanes != 0 || args.value_dim % S::kLanes != 0) return false;
+  for (int r = 0; r < block.rows; ++r) {
+    if (block.keys[r].first > tile_key || block.keys[r].last < tile_key + count) return false;
+  }
+  return true;
+}
+
+template <class S, class E>
+void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count, bool is_first) {
+  using T = typename S::Scalar;
+  const FlashAttnArgs& args = block.args;
+  stream_keys<S, E>(block.q, attn_round_up(args.head_dim, kAttnPad), block.rows,
+                    attn_row<E>(args.k, block.seq.k, tile_key, block.kv_head), args.k.row, count,
+                    args.head_dim, block.s);
+  find_maxima<S>(block, tile_key, count);
+  exponentials<S>(block, tile_key, count);
+  for (int r = 0; r < block.rows; ++r) {
+    const auto rescale = S::set1(block.rescale[r]);
+    for (T* o = block.o + r * block.ldo; o < block.o + (r + 1) * block.ldo; o += S::kLanes) {
+      S::store(o, is_first ? typename S::Vec{} : S::load(o) * rescale);
+    }
+  }
+  stream_weighted<S, E>(block.s, block.rows,
+                        attn_row<E>(args.v, block.seq.v, tile_key, block.kv_head), args.v.row,
+                        count, args.value_dim, block.o, block.ldo);
+}
+
 template <class S, class E>
 void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
   using T = typename S::Scalar;
@@ -185,6 +218,10 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
       forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
                       static_cast<T*>(task.head->v_rows) + key * block.ldo, is_first,
                       task.head->is_finite.load(std::memory_order_relaxed));
+      continue;
+    }
+    if (is_streamed(block, key, count)) {
+      stream_tile<S, E>(block, key, count, is_first);
       continue;
     }
     FiniteCheck<S> check;
