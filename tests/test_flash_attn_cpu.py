@@ -9,6 +9,7 @@ dS = P (dP - delta) that is P (|dP| + |delta|), since the difference may cancel.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -22,15 +23,14 @@ from naive_attention import naive_attention
 from test_attention import CASES, Case, make, weigh
 from torch import Tensor
 
-from mcp_kernels import flash_attn_func, reference_only, which_backend
+from mcp_kernels import flash_attn_func, flash_attn_varlen_func, reference_only, which_backend
 from mcp_kernels.testing import assert_same_bits
 
+_C: Any = None
+ISAS: list[str] = []
 if importlib.util.find_spec("mcp_kernels._C") is not None:
-    from mcp_kernels import _C
-
+    _C = importlib.import_module("mcp_kernels._C")
     ISAS = list(_C.cpu_isas())
-else:
-    ISAS = []
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 U = 2.0**-24
@@ -136,9 +136,9 @@ def draw(*sizes: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor
 
 
 def run(leaves: tuple[Tensor, ...], dout: Tensor, **kwargs: Any) -> list[Tensor]:
-    own = [t.detach().requires_grad_() for t in leaves]
-    out, lse = flash_attn_func(*own, return_lse=True, **kwargs)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, own, dout)]
+    q, k, v = (t.detach().requires_grad_() for t in leaves)
+    out, lse = flash_attn_func(q, k, v, return_lse=True, **kwargs)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
 def assert_within_bounds(got: list[Tensor], exact: Exact, keys: int) -> None:
@@ -231,8 +231,10 @@ def test_every_feature_in_float32(isa: str, case: Case) -> None:
         else value
         for name, value in kwargs.items()
     }
-    out, lse = flash_attn_func(*leaves[:3], **kwargs, return_lse=True)
-    expected_out, expected_lse = naive_attention(*wide[:3], **wide_kwargs)
+    q, k, v = leaves[:3]
+    out, lse = flash_attn_func(q, k, v, **kwargs, return_lse=True)
+    q, k, v = wide[:3]
+    expected_out, expected_lse = naive_attention(q, k, v, **wide_kwargs)
     # At most 13 keys, scores and values below 10: a few dozen roundings of numbers of that size.
     torch.testing.assert_close(out.double(), expected_out, rtol=0, atol=100 * U)
     torch.testing.assert_close(lse.double(), expected_lse, rtol=0, atol=100 * U)
@@ -282,9 +284,9 @@ def test_threads_do_not_change_a_bit(
         kwargs[name] = torch.randn(kwargs[name], generator=generator).requires_grad_()
 
     def results() -> list[Tensor]:
-        own = [t.detach().requires_grad_() for t in leaves]
-        out, lse = flash_attn_func(*own, return_lse=True, **kwargs)
-        asked = [*own, *(kwargs[name] for name in extra)]
+        q, k, v = (t.detach().requires_grad_() for t in leaves)
+        out, lse = flash_attn_func(q, k, v, return_lse=True, **kwargs)
+        asked = [q, k, v, *(kwargs[name] for name in extra)]
         return [out.detach(), lse.detach(), *torch.autograd.grad(out, asked, dout)]
 
     expected = results()
@@ -300,7 +302,7 @@ def test_what_is_hidden_reaches_nothing(isa: str, bad: float, spoiled: str) -> N
     """Position 60 of 100 is bad, causal: what does not see it is bit for bit as without it."""
     *leaves, dout = draw(1, 100, 100, 4, 2, 16, 24, dtype=torch.float32)
     clean = run(tuple(leaves), dout, causal=True)
-    inputs = dict(zip(("q", "k", "v", "dout"), (*leaves, dout), strict=True))
+    inputs: dict[str, Tensor] = dict(zip(("q", "k", "v", "dout"), (*leaves, dout), strict=True))
     inputs[spoiled] = inputs[spoiled].clone()
     inputs[spoiled][0, 60] = bad
     got = run((inputs["q"], inputs["k"], inputs["v"]), inputs["dout"], causal=True)
@@ -332,6 +334,36 @@ def test_strides_and_alignment(isa: str) -> None:
         run(tuple(leaves), expanded), run(tuple(leaves), expanded.contiguous()), strict=True
     ):
         assert_same_bits(actual, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sequences_end_to_end_are_calls_of_their_own(isa: str, dtype: torch.dtype) -> None:
+    """Bit for bit, with empty sequences and with rows after the last one, which are 0."""
+    rows, keys = [0, 50, 0, 130, 7, 3], [9, 60, 0, 90, 0, 200]
+    q_ends, k_ends = (torch.tensor([0, *x]).cumsum(0) for x in (rows, keys))
+    *leaves, dout = draw(1, sum(rows) + 4, sum(keys) + 5, 4, 2, 24, 16, dtype=dtype)
+    q, k, v = (t[0].requires_grad_() for t in leaves)
+    kwargs: dict[str, Any] = {"causal": True, "window_size": (70, -1)}
+    out, lse, _ = flash_attn_varlen_func(
+        q, k, v, q_ends, k_ends, max(rows), max(keys), return_attn_probs=True, **kwargs
+    )
+    grads = torch.autograd.grad(out, (q, k, v), dout[0])
+    for b in range(len(rows)):
+        own_rows = slice(int(q_ends[b]), int(q_ends[b + 1]))
+        own_keys = slice(int(k_ends[b]), int(k_ends[b + 1]))
+        own = run((q[None, own_rows], k[None, own_keys], v[None, own_keys]), dout[:, own_rows],
+                  **kwargs)  # fmt: skip
+        got = [
+            out[own_rows],
+            lse[:, own_rows],
+            grads[0][own_rows],
+            *(g[own_keys] for g in grads[1:]),
+        ]
+        for actual, wanted in zip(got, own, strict=True):
+            assert_same_bits(actual.detach(), wanted[0])
+    for tensor, used in ((out, rows), (grads[0], rows), (grads[1], keys), (grads[2], keys)):
+        assert (tensor[sum(used) :] == 0).all()
+    assert (lse[:, sum(rows) :] == -math.inf).all()
 
 
 def test_which_backend_names_the_body(isa: str) -> None:
