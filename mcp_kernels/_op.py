@@ -57,6 +57,7 @@ def define_op(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    vmap: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
 ) -> OpDefinition:
     """Define ``mcp_kernels::<op>`` from its schema, with ``reference`` as its body everywhere.
@@ -68,6 +69,8 @@ def define_op(
         fake: returns empty tensors of the right shapes, dtypes and strides for tracing.
         backward: ``backward(ctx, *grads) -> input grads``, as ``torch.library.register_autograd``.
         setup_context: ``setup_context(ctx, inputs, output)``, saves what ``backward`` needs.
+        vmap: ``vmap(info, in_dims, *args) -> (outputs, out_dims)``, as
+            ``torch.library.register_vmap``.
         tags: ``torch.Tag`` values for the op.
 
     Returns:
@@ -83,6 +86,8 @@ def define_op(
         torch.library.register_autograd(
             qualified, backward, setup_context=setup_context, lib=_library
         )
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_library)
     definition = OpDefinition(
         name=name,
         schema=schema,

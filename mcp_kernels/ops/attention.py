@@ -24,6 +24,7 @@ from mcp_kernels.ops.attention_composite import attention_composite, second_grad
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
 from mcp_kernels.ops.attention_scores import AttentionInputs
+from mcp_kernels.ops.attention_vmap import vmap_backward, vmap_forward
 
 _OPTIONS = (
     "float softmax_scale, int window_left, int window_right, bool top_left, float softcap,"
@@ -181,6 +182,7 @@ define_op(
     fake=_forward_fake,
     backward=_forward_backward,
     setup_context=_forward_setup,
+    vmap=vmap_forward,
 )
 define_op(
     _BACKWARD,
@@ -188,4 +190,5 @@ define_op(
     fake=_backward_fake,
     backward=_backward_backward,
     setup_context=_backward_setup,
+    vmap=vmap_backward,
 )

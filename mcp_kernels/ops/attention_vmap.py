@@ -1,0 +1,131 @@
+"""Attention under ``torch.vmap``: the mapped dimension is folded into the batch.
+
+What a call shares over its batch (a sink, whose gradient is one sum; a dropout mask that is to be
+the same for all) cannot be folded; such a call runs sample by sample.
+
+Letters: N = samples of the map, B = batch, H = heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUM_OPTIONS = 6
+
+
+def vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    """The rule of ``flash_attn``."""
+    q, k, v, bias, slopes, sink, rng, *options = args
+    if _must_loop(info, in_dims[5], in_dims[6], sink, options[-1], sums_sink=False):
+        return _loop(torch.ops.mcp_kernels.flash_attn, info, in_dims, args)
+    fold = _Fold(info.batch_size)
+    qkv = [fold(t, dim) for t, dim in zip((q, k, v), in_dims[:3], strict=True)]
+    batch = qkv[0].shape[0] // info.batch_size
+    out, lse = torch.ops.mcp_kernels.flash_attn(
+        *qkv,
+        fold.expanded(bias, in_dims[3], batch, 4),
+        fold.expanded(slopes, in_dims[4], batch, 2),
+        sink,
+        rng,
+        *options,
+    )
+    return (fold.undo(out), fold.undo(lse)), (0, 0)
+
+
+def vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
+    """The rule of ``flash_attn_bwd``."""
+    dout, dlse, *tensors = args[:7]
+    bias, slopes, sink, rng, needs_dbias, *options = args[7:]
+    if _must_loop(info, in_dims[9], in_dims[10], sink, options[-1], sums_sink=True):
+        return _loop(torch.ops.mcp_kernels.flash_attn_bwd, info, in_dims, args)
+    fold = _Fold(info.batch_size)
+    folded = [fold(t, dim) for t, dim in zip(tensors, in_dims[2:7], strict=True)]
+    batch = folded[0].shape[0] // info.batch_size
+    dq, dk, dv, dbias, dsink = torch.ops.mcp_kernels.flash_attn_bwd(
+        fold(dout, in_dims[0]),
+        None if dlse is None else fold(dlse, in_dims[1]),
+        *folded,
+        fold.expanded(bias, in_dims[7], batch, 4),
+        fold.expanded(slopes, in_dims[8], batch, 2),
+        sink,
+        rng,
+        needs_dbias,
+        *options,
+    )
+    grads = [fold.undo(t) for t in (dq, dk, dv)]
+    if not needs_dbias:
+        return (*grads, dbias, dsink), (0, 0, 0, None, None)
+    dbias = fold.undo(dbias)  # [N, B, ...]
+    bias_batch = bias.shape[0] if in_dims[7] is None else bias.movedim(in_dims[7], 0).shape[1]
+    if bias_batch != batch:
+        dbias = dbias.sum(1, keepdim=True)
+    return (*grads, dbias, dsink), (0, 0, 0, 0, None)
+
+
+def _must_loop(
+    info: Any,
+    sink_dim: int | None,
+    rng_dim: int | None,
+    sink: Tensor | None,
+    dropout_p: float,
+    *,
+    sums_sink: bool,
+) -> bool:
+    if dropout_p > 0 and info.randomness == "error":
+        raise RuntimeError(
+            "flash_attn: dropout_p must be 0 under vmap with randomness='error', got "
+            f"{dropout_p}; say randomness='different' (a mask for each sample) or 'same'"
+        )
+    one_mask = dropout_p > 0 and info.randomness == "same"
+    return (
+        sink_dim is not None or rng_dim is not None or one_mask or (sums_sink and sink is not None)
+    )
+
+
+def _loop(
+    op: Callable[..., Any], info: Any, in_dims: Sequence[int | None], args: Sequence[Any]
+) -> tuple[Any, Any]:
+    results = []
+    for index in range(info.batch_size):
+        sample = [
+            arg if dim is None else arg.select(dim, index)
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results.append(op(*sample))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+class _Fold:
+    """Moves the mapped dimension in front of the batch, and back."""
+
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def _in_front(self, tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return tensor.expand(self.num_samples, *tensor.shape)
+        return tensor.movedim(dim, 0)
+
+    def __call__(self, tensor: Tensor, dim: int | None) -> Tensor:
+        """``[B, ...]`` of each sample as ``[N * B, ...]``."""
+        return self._in_front(tensor, dim).flatten(0, 1)
+
+    def expanded(
+        self, tensor: Tensor | None, dim: int | None, batch: int, rank: int
+    ) -> Tensor | None:
+        """The same for a tensor that may lack the batch dimension or share it."""
+        if tensor is None:
+            return None
+        tensor = self._in_front(tensor, dim)
+        while tensor.dim() < rank + 1:
+            tensor = tensor.unsqueeze(1)
+        return tensor.expand(self.num_samples, batch, *tensor.shape[2:]).flatten(0, 1)
+
+    def undo(self, tensor: Tensor) -> Tensor:
+        """``[N * B, ...]`` as ``[N, B, ...]``."""
+        return tensor.unflatten(0, (self.num_samples, -1))
