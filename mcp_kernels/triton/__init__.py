@@ -12,12 +12,14 @@ from collections.abc import Callable
 import torch
 
 from mcp_kernels._op import has_body, override
-from mcp_kernels.triton.flash_attn_refuses import refuses
+from mcp_kernels.triton.flash_attn_refuses import refuses, refuses_backward
 
 # op -> "module:function" of its body. A new Triton body is one line here.
 BODIES = {
     "flash_attn": "mcp_kernels.triton.flash_attn:flash_attn",
+    "flash_attn_bwd": "mcp_kernels.triton.flash_attn:flash_attn_bwd",
     "flash_attn_varlen": "mcp_kernels.triton.flash_attn:flash_attn_varlen",
+    "flash_attn_varlen_bwd": "mcp_kernels.triton.flash_attn:flash_attn_varlen_bwd",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
     "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
 }
@@ -25,7 +27,9 @@ BODIES = {
 # What a body leaves to the reference; one that is not here takes every call.
 REFUSALS: dict[str, Callable[..., str | None]] = {
     "flash_attn": refuses,
+    "flash_attn_bwd": refuses_backward,
     "flash_attn_varlen": refuses,
+    "flash_attn_varlen_bwd": refuses_backward,
 }
 
 

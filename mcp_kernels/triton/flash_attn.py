@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mcp_kernels.ops.attention_mask import AttentionOptions
+from mcp_kernels.triton.flash_attn_backward import run_backward
 from mcp_kernels.triton.flash_attn_forward import run_forward
 from mcp_kernels.triton.flash_attn_launch import Problem, Sequences, unit_stride
 
@@ -28,6 +29,26 @@ def flash_attn(
 ) -> tuple[Tensor, Tensor]:
     """The body of ``flash_attn``."""
     return run_forward(_problem((q, k, v), bias, alibi_slopes, sink, rng, options))
+
+
+def flash_attn_bwd(  # noqa: PLR0913
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    rng: Tensor | None,
+    needs_dbias: bool,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The body of ``flash_attn_bwd``."""
+    problem = _problem((q, k, v), bias, alibi_slopes, sink, rng, options)
+    return run_backward(problem, dout, dlse, out, lse, needs_dbias=needs_dbias)
 
 
 def flash_attn_varlen(
@@ -50,6 +71,32 @@ def flash_attn_varlen(
         lse = torch.full((q.shape[1], q.shape[0]), -math.inf, device=q.device)
         return torch.zeros(shape, dtype=q.dtype, device=q.device), lse
     return run_forward(problem)
+
+
+def flash_attn_varlen_bwd(  # noqa: PLR0913
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    rng: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The body of ``flash_attn_varlen_bwd``."""
+    problem = _varlen_problem(
+        (q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sink, rng, options
+    )
+    if problem is None:
+        dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        return dq, dk, dv, q.new_empty(0) if sink is None else torch.zeros_like(sink)
+    dq, dk, dv, _, dsink = run_backward(problem, dout, dlse, out, lse, needs_dbias=False)
+    return dq, dk, dv, dsink
 
 
 def _problem(

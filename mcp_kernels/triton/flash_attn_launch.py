@@ -6,7 +6,6 @@ without one (``cubin.py``) is the same thing.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -241,12 +240,6 @@ def precision(q: Tensor) -> str:
     if q.dtype == torch.bfloat16 and knobs.runtime.interpret:
         return "widened"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-
-
-@functools.cache
-def nothing(device: torch.device) -> Tensor:
-    """An empty tensor on ``device``."""
-    return torch.empty(0, device=device)
 
 
 def _batch_strides(slopes: Tensor) -> tuple[int, int]:

@@ -240,3 +240,28 @@ def dropout_keep(
     word = tl.reshape(words, (M, N)).to(tl.int32, bitcast=True)
     # Flipping the highest bit turns the order of unsigned words into that of signed ones.
     return (word ^ -2147483648) >= keep_from
+
+
+@triton.jit
+def load_base(lse_ptr, rows, num_rows, BIAS: tl.constexpr):
+    """What scores are held against in backward: lse in their base.
+
+    +inf past the last row and on rows that saw no key: all their probabilities are then 0.
+    """
+    base = tl.load(lse_ptr + rows, mask=rows < num_rows, other=float("inf"))
+    base = tl.where(base == float("-inf"), float("inf"), base)
+    return base if BIAS == FLOAT_BIAS else base * LOG2E
+
+
+@triton.jit
+def probabilities(s, base, visible, MASKED: tl.constexpr, BIAS: tl.constexpr):
+    """``exp(S - lse)``, 0 where hidden, whatever is there."""
+    p = exponential(s - base, BIAS)
+    return tl.where(visible, p, 0.0) if MASKED else p
+
+
+@triton.jit
+def score_gradients(p, dp, delta, visible, MASKED: tl.constexpr):
+    """``P (dP - delta)``, 0 where hidden, whatever is there."""
+    ds = p * (dp - delta)
+    return tl.where(visible, ds, 0.0) if MASKED else ds

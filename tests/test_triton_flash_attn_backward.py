@@ -1,0 +1,198 @@
+"""The Triton backward kernels: every gradient against the reference in float64, in the interpreter.
+
+A gradient is a sum of products of float32 results, rounded once at the end: its relative error in
+the norm is a small multiple of float32's roundoff u, and for 16-bit types, whose P and dS are
+rounded before they are multiplied, of the error of rounding the exact gradient once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_attention import CASES, Case
+from torch import Tensor
+from triton_attention import (
+    DEVICE,
+    IGNORE_NUMPY,
+    assert_forward_close,
+    exact,
+    op_args,
+    tiles_of,
+    widen,
+)
+
+import mcp_kernels
+from mcp_kernels.triton import flash_attn as body
+
+pytestmark = pytest.mark.filterwarnings(IGNORE_NUMPY)
+
+NAMES = ("dq", "dk", "dv", "dbias", "dsink")
+
+
+def _gradients(
+    args: tuple[Any, ...], *, has_dlse: bool = True
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """((dq, dk, dv, dbias, dsink), the same by the reference in float64 on the same inputs)."""
+    out, lse = body.flash_attn(*args)
+    assert_forward_close((out, lse), args, num_tiles=4)
+    generator = torch.Generator().manual_seed(8)
+    dout = torch.randn(out.shape, generator=generator).to(out.dtype).to(DEVICE)
+    dlse = torch.randn(lse.shape, generator=generator).to(DEVICE) if has_dlse else None
+    q, k, v, bias, slopes, sink, rng, *options = args
+    needs_dbias = bias is not None and bias.dtype != torch.bool
+    rest = (bias, slopes, sink, rng, needs_dbias, *options)
+    got = body.flash_attn_bwd(dout, dlse, q, k, v, out, lse, *rest)
+    exact_out, exact_lse = exact("flash_attn", args)
+    wide = widen((dout, dlse, q, k, v, exact_out, exact_lse, *rest))
+    with mcp_kernels.reference_only():
+        wanted = torch.ops.mcp_kernels.flash_attn_bwd(*wide)
+    for name, actual, expected in zip(NAMES, got, wanted, strict=True):
+        assert actual.shape == expected.shape, name
+        assert actual.is_contiguous(), name
+    return got, wanted
+
+
+def _relative(actual: Tensor, wanted: Tensor) -> float:
+    norm = float(wanted.norm())
+    return float((actual.double() - wanted).norm()) / norm if norm else float(actual.norm())
+
+
+# A few hundred u, as the reference in float32 is held to.
+FLOAT32_BOUND = 300 * 2.0**-24
+
+
+def _assert_float32_close(got: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    for name, actual, expected in zip(NAMES, got, wanted, strict=True):
+        # Where the exact sum cancels to (nearly) nothing, its terms of size 1 bound the error.
+        error = float((actual.double() - expected).norm())
+        floor = 1e-3 * expected.numel() ** 0.5
+        assert error <= FLOAT32_BOUND * max(float(expected.norm()), floor), name
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_feature(case: Case, poisoned_memory: None) -> None:
+    _assert_float32_close(*_gradients(op_args(case, torch.float32)))
+
+
+SHAPES = [(1, 37, 45, 4, 2, 24, 20), (2, 49, 32, 1, 1, 59, 59), (1, 17, 50, 3, 1, 1, 3)]
+KWARGS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "causal_align": "top_left", "softcap": 0.7},
+    {"window_size": (20, 3)},
+    {"window_size": (5, 20), "causal_align": "top_left", "softmax_scale": -0.5},
+]
+
+
+@pytest.mark.parametrize("kwargs", KWARGS, ids=str)
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_many_tiles(sizes: tuple[int, ...], kwargs: dict[str, Any], poisoned_memory: None) -> None:
+    args = op_args(Case("tiles", sizes=sizes, kwargs=kwargs, has_sink=True), torch.float32)
+    with tiles_of(16, 16):
+        _assert_float32_close(*_gradients(args))
+
+
+@pytest.mark.parametrize(
+    "bias", [(2, 2, 20, 35), (1, 2, 20, 35), (2, 1, 1, 35), (1, 1, 20, 1), (1, 1, 1, 1)], ids=str
+)
+def test_bias_gradient_sums_what_was_broadcast(bias: tuple[int, ...]) -> None:
+    case = Case("bias", sizes=(2, 20, 35, 2, 1, 8, 8), bias=bias, kwargs={"causal": True})
+    with tiles_of(16, 16):
+        _assert_float32_close(*_gradients(op_args(case, torch.float32, dropout_p=0.2)))
+
+
+@pytest.mark.parametrize("p", [0.3, 1.0])
+def test_dropout(p: float) -> None:
+    case = Case("dropout", sizes=(2, 18, 40, 2, 1, 8, 8), kwargs={"causal": True})
+    with tiles_of(16, 16):
+        _assert_float32_close(*_gradients(op_args(case, torch.float32, dropout_p=p)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kwargs", [{}, {"causal": True}], ids=str)
+def test_narrow_types(dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
+    args = op_args(Case("narrow", sizes=(1, 96, 96, 4, 2, 40, 64), kwargs=kwargs), dtype)
+    with tiles_of(32, 32):
+        got, wanted = _gradients(args, has_dlse=False)
+    for name, actual, expected in zip(NAMES[:3], got, wanted, strict=False):
+        assert actual.dtype == dtype
+        once = _relative(expected.to(dtype), expected)
+        # dV: P and the result are rounded. dQ and dK: dS, the result, and ``out`` inside delta.
+        roundings = 2 if name == "dv" else 3
+        assert _relative(actual, expected) <= 1.03 * roundings**0.5 * once, name
+
+
+def test_rows_of_hugely_negative_scores() -> None:
+    """exp(0 - lse) is infinite: a key past the end that is not masked turns dq into NaN."""
+    args = list(op_args(Case("negative", sizes=(1, 20, 37, 2, 1, 8, 8)), torch.float32))
+    args[0], args[1] = args[0].abs() * 30, args[1].abs() * -30
+    with tiles_of(16, 16):
+        got, wanted = _gradients(tuple(args))
+    # A score of some thousands is off by its own roundoff, and every gradient with it.
+    _, lse = exact("flash_attn", tuple(args))
+    allowed = FLOAT32_BOUND * (1 + float(lse.abs().max()))
+    for name, actual, expected in zip(NAMES[:3], got, wanted, strict=False):
+        assert _relative(actual, expected) <= allowed, name
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "bool"])
+def test_hidden_nan_reaches_nothing(kind: str) -> None:
+    """Bad keys, values, rows of q and dO: only pairs that see them are spoiled."""
+    kwargs = {"causal": {"causal": True}, "window": {"window_size": (2, 2)}}.get(kind, {})
+    case = Case("nan", sizes=(1, 40, 40, 1, 1, 8, 8), kwargs=kwargs)
+    q, k, v, bias, *rest = op_args(case, torch.float32)
+    position = torch.arange(40, device=DEVICE)
+    distance = position[:, None] - position
+    sees = {"causal": distance >= 0, "window": distance.abs() <= 2}.get(kind, distance % 3 == 0)
+    if kind == "bool":
+        bias = sees[None, None]
+    options = rest[3:]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        out, lse = body.flash_attn(q, k, v, bias, *rest)
+        return body.flash_attn_bwd(dout, None, q, k, v, out, lse, bias, *rest[:3], False, *options)[
+            :3
+        ]
+
+    generator = torch.Generator().manual_seed(3)
+    dout = torch.randn(1, 40, 1, 8, generator=generator).to(DEVICE)
+    with tiles_of(16, 16):
+        clean = run(q, k, v, dout)
+        for spoiled in range(4):
+            inputs = [t.clone() for t in (q, k, v, dout)]
+            inputs[spoiled][0, 20] = math.nan
+            dq, dk, dv = run(inputs[0], inputs[1], inputs[2], inputs[3])
+            if spoiled in (1, 2):  # key 20: rows that see it, and keys that such rows see
+                rows = sees[:, 20]
+                keys = (sees & rows[:, None]).any(0)
+            else:  # row 20, and the keys it sees
+                rows, keys = position == 20, sees[20]
+            assert torch.equal(dq[:, ~rows], clean[0][:, ~rows])
+            assert torch.equal(dk[:, ~keys], clean[1][:, ~keys])
+            assert torch.equal(dv[:, ~keys], clean[2][:, ~keys])
+            assert not dq[:, rows].isfinite().any()
+
+
+def test_same_bits_every_time_and_strides_of_dout() -> None:
+    """dO of ``out.sum()`` is one element, expanded."""
+    args = op_args(Case("bits", sizes=(2, 20, 33, 4, 2, 8, 6)), torch.float32)
+    q, k, v, *rest = args
+    with tiles_of(16, 16):
+        out, lse = body.flash_attn(*args)
+        one = torch.ones((), device=DEVICE)
+        dlse = torch.full((), 0.5, device=DEVICE).expand(lse.shape)
+        results = [
+            body.flash_attn_bwd(dout, dl, q, k, v, out, lse, *rest[:4], False, *rest[4:])
+            for dout, dl in (
+                (one.expand(out.shape), dlse),
+                (torch.ones_like(out), dlse.contiguous()),
+            )
+        ]
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
