@@ -130,7 +130,7 @@ class NativeBuild:
         except ImportError:
             return "pybind11 is not installed in the build environment"
         includes = [Path(pybind11.get_include()), *self.headers]
-        sources = self._sources("shm/*.cpp")
+        sources = self._sources("common/isa.cpp", "shm/*.cpp")
         steps = [self._cxx(source, "_shm", [], includes) for source in sources]
         return [*steps, self._link(steps, target, [])]
 

@@ -1,4 +1,6 @@
 // mcp_kernels._shm: shared memory of one host, for Python. No torch.
+#include "shm/module.h"
+
 #include <pybind11/pybind11.h>
 
 #include <stdexcept>
@@ -26,7 +28,8 @@ size_t positive(py::ssize_t bytes) {
 }  // namespace
 
 PYBIND11_MODULE(_shm, m) {
-  m.doc() = "Memory that the processes of one host share.";
+  m.doc() = "Memory that the processes of one host share, and their collectives.";
+  mcp::shm::add_group(m);
   py::register_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);

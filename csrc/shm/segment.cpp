@@ -143,4 +143,11 @@ void Segment::unlink() {
   }
 }
 
+void Segment::remove(const std::string& name) {
+  check(name, 1);
+  if (::unlink(path_of(name).c_str()) != 0 && errno != ENOENT) {
+    fail(errno, "Segment " + name + ": cannot unlink it");
+  }
+}
+
 }  // namespace mcp::shm

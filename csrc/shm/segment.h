@@ -36,6 +36,9 @@ class Segment {
   // that is gone, or that means another segment by now, is left alone.
   void unlink();
 
+  // Takes away a name of this user, whatever it means; a name that is gone is no error.
+  static void remove(const std::string& name);
+
   void* data() const { return data_; }
   size_t bytes() const { return bytes_; }
   const std::string& name() const { return name_; }
