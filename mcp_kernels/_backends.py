@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,9 @@ def _op_call(
         op = str(op).split(".")[1] if str(op).startswith(f"{NAMESPACE}.") else str(op)
     if isinstance(op, str):
         name = op.removeprefix(f"{NAMESPACE}::")
+        package = sys.modules[NAMESPACE]
+        if name not in definitions and name in package.__all__:
+            return _first_op_inside(getattr(package, name), args, kwargs)
         if name not in definitions:
             raise ValueError(
                 f"which_backend: op must be one of {', '.join(sorted(definitions))}, got {op!r}"

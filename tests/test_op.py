@@ -156,3 +156,12 @@ def test_which_backend_refuses_what_is_no_op():
         which_backend(torch.relu, torch.ones(1))
     with pytest.raises(ValueError, match=r"op must be one of .*, got 'aten.add'"):
         which_backend(torch.ops.aten.add, torch.ones(1), 1)
+
+
+def test_which_backend_takes_the_name_of_a_public_function():
+    q = torch.zeros(1, 4, 2, 8)
+    by_name = which_backend("flash_attn_func", q, q, q, causal=True)
+    assert by_name == which_backend(mcp_kernels.flash_attn_func, q, q, q, causal=True)
+    assert by_name.op == "flash_attn"
+    with pytest.raises(ValueError, match="which_backend: op must be one of"):
+        which_backend("load_extension")
