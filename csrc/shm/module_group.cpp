@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "common/isa.h"
 #include "shm/group.h"
 #include "shm/mailbox.h"
 #include "shm/module.h"
@@ -87,6 +88,25 @@ void add_enums(py::module_& m) {
       .value("bit_xor", Reduction::kXor);
 }
 
+// What the group does with the ranks' copies, on memory of one process: for tests of each set.
+void add_reduce(py::module_& m) {
+  m.def("supported_isas", [] {
+    std::vector<std::string> names;
+    for (const Isa isa : supported_isas()) names.push_back(isa_name(isa));
+    return names;
+  });
+  m.def("set_isa", &set_isa, py::arg("name"), "Choose the instruction set of reductions.");
+  m.def(
+      "reduce",
+      [](const Addresses& sources, Address out, Address copy, size_t n, Type type,
+         Reduction reduction, bool average) {
+        const std::vector<const void*> pointers = all_at<const void*>(sources);
+        find_reduce(type, reduction)(
+            {pointers.data(), static_cast<int>(pointers.size()), at(out), at(copy), n, average});
+      },
+      "Reduce [n] elements of every source into out, and copy where it is not 0.");
+}
+
 void add_transfer(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<PendingTransfer>(m, "Transfer", "A send or receive that completes later.")
@@ -112,6 +132,7 @@ void add_group(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::register_exception<GroupError>(m, "GroupError", PyExc_RuntimeError);
   add_enums(m);
+  add_reduce(m);
   add_transfer(m);
   m.def("usable_cores", &usable_cores, "Cores by affinity and cgroup quota.");
   m.def("remove_orphans", &remove_orphans, "Unlink segments of processes that are gone.");
