@@ -18,6 +18,7 @@ from mcp_kernels.triton.flash_attn_refuses import refuses, refuses_backward
 BODIES = {
     "flash_attn": "mcp_kernels.triton.flash_attn:flash_attn",
     "flash_attn_bwd": "mcp_kernels.triton.flash_attn:flash_attn_bwd",
+    "flash_attn_kvcache": "mcp_kernels.triton.flash_attn:flash_attn_kvcache",
     "flash_attn_varlen": "mcp_kernels.triton.flash_attn:flash_attn_varlen",
     "flash_attn_varlen_bwd": "mcp_kernels.triton.flash_attn:flash_attn_varlen_bwd",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
@@ -28,6 +29,7 @@ BODIES = {
 REFUSALS: dict[str, Callable[..., str | None]] = {
     "flash_attn": refuses,
     "flash_attn_bwd": refuses_backward,
+    "flash_attn_kvcache": refuses,
     "flash_attn_varlen": refuses,
     "flash_attn_varlen_bwd": refuses_backward,
 }

@@ -1,4 +1,4 @@
-"""The Triton bodies of ``flash_attn`` and ``flash_attn_varlen``, forward and backward.
+"""The Triton bodies of ``flash_attn``, ``flash_attn_varlen`` and ``flash_attn_kvcache``.
 
 Arguments and results are those of the ops, checked before; nothing here waits for the GPU.
 """
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.triton.flash_attn_backward import run_backward
+from mcp_kernels.triton.flash_attn_cache import Cache, append, full_cache, rotate_at
+from mcp_kernels.triton.flash_attn_decode import run_decode
 from mcp_kernels.triton.flash_attn_forward import run_forward
 from mcp_kernels.triton.flash_attn_launch import Problem, Sequences, unit_stride
 
@@ -28,7 +30,10 @@ def flash_attn(
     *options: Any,
 ) -> tuple[Tensor, Tensor]:
     """The body of ``flash_attn``."""
-    return run_forward(_problem((q, k, v), bias, alibi_slopes, sink, rng, options))
+    problem = make_problem(q, k, v, bias, alibi_slopes, sink, rng, *options)
+    if is_decode(problem):
+        return run_decode(problem, full_cache(problem.batch, problem.keys, q.device))
+    return run_forward(problem)
 
 
 def flash_attn_bwd(  # noqa: PLR0913
@@ -47,7 +52,7 @@ def flash_attn_bwd(  # noqa: PLR0913
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``flash_attn_bwd``."""
-    problem = _problem((q, k, v), bias, alibi_slopes, sink, rng, options)
+    problem = make_problem(q, k, v, bias, alibi_slopes, sink, rng, *options)
     return run_backward(problem, dout, dlse, out, lse, needs_dbias=needs_dbias)
 
 
@@ -99,17 +104,70 @@ def flash_attn_varlen_bwd(  # noqa: PLR0913
     return dq, dk, dv, dsink
 
 
-def _problem(
-    qkv: tuple[Tensor, Tensor, Tensor],
+def flash_attn_kvcache(  # noqa: PLR0913
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    rotary_cos: Tensor | None,
+    rotary_sin: Tensor | None,
+    cache_seqlens: Tensor,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    rotary_interleaved: bool,
+    *scalars: Any,
+) -> tuple[Tensor, Tensor]:
+    """The body of ``flash_attn_kvcache``; lengths and tables are not read to be checked."""
+    options = AttentionOptions(*scalars, dropout_p=0.0)
+    lengths = cache_seqlens
+    if k is not None and v is not None:
+        if rotary_cos is not None and rotary_sin is not None:
+            before = lengths.long() if cache_leftpad is None else lengths.long() - cache_leftpad
+            steps = torch.arange(max(k.shape[1], q.shape[1]), device=q.device)
+            positions = before[:, None] + steps
+            angles = (rotary_cos, rotary_sin)
+            q_rows = q.shape[1] if options.is_windowed else 1
+            q = rotate_at(q, *angles, positions[:, :q_rows], rotary_interleaved)
+            k = rotate_at(k, *angles, positions[:, : k.shape[1]], rotary_interleaved)
+        append((k_cache, v_cache), (k, v), lengths, cache_batch_idx, block_table)
+        lengths = lengths + k.shape[1]
+    problem = make_problem(q, k_cache, v_cache, None, alibi_slopes, sink, None, *options)
+    capacity = k_cache.shape[1]
+    if block_table is not None:
+        capacity *= block_table.shape[1]
+    cache = Cache(lengths, cache_batch_idx, cache_leftpad, block_table, capacity)
+    return run_decode(problem, cache)
+
+
+# Rows of a group that fit one tile, over at least this many keys a row: the forward kernel would
+# leave most of a GPU idle. Nothing but the shape decides.
+_DECODE_ROWS = 64
+_DECODE_KEYS = 512
+
+
+def is_decode(problem: Problem) -> bool:
+    """Whether a plain call is one of few rows over many keys, of what the decode kernel takes."""
+    packed = problem.rows * problem.heads // max(1, problem.kv_heads)
+    return problem.is_plain and packed <= _DECODE_ROWS and problem.keys >= _DECODE_KEYS
+
+
+def make_problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     bias: Tensor | None,
     alibi_slopes: Tensor | None,
     sink: Tensor | None,
     rng: Tensor | None,
-    options: tuple[Any, ...],
+    *options: Any,
     sequences: Sequences | None = None,
 ) -> Problem:
-    """The call as the kernels take it."""
-    q, k, v = (unit_stride(t) for t in qkv)
+    """The arguments of ``flash_attn`` as the kernels take them."""
+    q, k, v = (unit_stride(t) for t in (q, k, v))
     return Problem(q, k, v, bias, alibi_slopes, sink, rng, AttentionOptions(*options), sequences)
 
 
@@ -126,4 +184,4 @@ def _varlen_problem(
     if cu_seqlens_q.numel() <= 1:
         return None
     sequences = Sequences.of(cu_seqlens_q, cu_seqlens_k, qkv[0].shape[0], qkv[1].shape[0])
-    return _problem(qkv, None, alibi_slopes, sink, rng, options, sequences)
+    return make_problem(*qkv, None, alibi_slopes, sink, rng, *options, sequences=sequences)
