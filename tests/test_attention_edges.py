@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from naive_attention import naive_attention
 from torch import Tensor
 
+import mcp_kernels
 from mcp_kernels import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 
 
@@ -306,3 +308,27 @@ def test_naive_oracle_agrees_with_torch() -> None:
     )
     out, _ = naive_attention(q, k, v, causal=True)
     torch.testing.assert_close(out.transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize("bias_shape", [(1, 1, 1, 1), (0, 2, 3, 5), (1, 2, 1, 5)])
+def test_an_empty_batch_gives_the_bias_a_gradient_of_zeros(bias_shape):
+    q, k = torch.randn(0, 3, 2, 4, requires_grad=True), torch.randn(0, 5, 2, 4)
+    bias = torch.randn(bias_shape, requires_grad=True)
+    for context in (contextlib.nullcontext, mcp_kernels.reference_only):
+        with context():
+            out = mcp_kernels.flash_attn_func(q, k, k, bias=bias)
+            [grad] = torch.autograd.grad(out.sum(), bias)
+        assert torch.equal(grad, torch.zeros(bias_shape))
+
+
+def test_dropout_of_rows_that_see_nothing():
+    # Bottom-right: the first 200 - 7 rows see no key, whole blocks of them.
+    q = torch.randn(1, 200, 2, 4, requires_grad=True)
+    k = torch.randn(1, 7, 2, 4, requires_grad=True)
+    for context in (contextlib.nullcontext, mcp_kernels.reference_only):
+        with context():
+            out = mcp_kernels.flash_attn_func(q, k, k, dropout_p=0.5, causal=True)
+            grads = torch.autograd.grad(out.square().sum(), (q, k))
+        assert torch.equal(out[:, :193], torch.zeros(1, 193, 2, 4))
+        assert torch.equal(grads[0][:, :193], torch.zeros(1, 193, 2, 4))
+        assert all(grad.isfinite().all() for grad in grads)

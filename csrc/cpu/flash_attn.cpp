@@ -59,9 +59,9 @@ std::tuple<Tensor, Tensor> flash_attn(Tensor q, Tensor k, Tensor v, OptionalTens
 }
 
 // dbias of the scalars that sums run in, with the strides by which tasks add to it.
-Tensor make_dbias(const Tensor& q, const Tensor& bias, FlashAttnArgs& args) {
+Tensor make_dbias(const Tensor& q, const Tensor& k, const Tensor& bias, FlashAttnArgs& args) {
   const int64_t sizes[4] = {bias.size(0), bias.size(1), bias.size(2), bias.size(3)};
-  const int64_t full[4] = {q.size(0), q.size(2), q.size(1), args.sequences[0].num_keys};
+  const int64_t full[4] = {q.size(0), q.size(2), q.size(1), k.size(1)};
   Tensor dbias = torch::stable::new_zeros(q, {sizes[0], sizes[1], sizes[2], sizes[3]}, sum_type(q));
   int64_t strides[4];
   for (int dim = 0; dim < 4; ++dim) {
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attn_bwd(
   set_results(kOp, dout, dlse, q, v, out, lse, call);
   for (AttnSequence& seq : call.sequences) seq.dout = seq.batch * dout.stride(0);
   Tensor dbias = torch::stable::new_empty(q, {0});
-  if (q.size(0) > 0 && needs_dbias) dbias = make_dbias(q, *bias, args);
+  if (needs_dbias) dbias = make_dbias(q, k, *bias, args);
   std::vector<double> dsink_of_head(sink ? args.num_sequences * args.heads : 0);
   args.dsink_of_head = dsink_of_head.data();
   const auto make = [&](const Tensor& x) {
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attn_bwd(
   args.dk = dk.mutable_data_ptr();
   args.dv = dv.mutable_data_ptr();
   if (args.heads > 0) run_flash_attn_bwd(args, pick_body(args.type), torch_threads());
-  if (needs_dbias && q.size(0) > 0) {
+  if (needs_dbias) {
     dbias = bias->scalar_type() == dbias.scalar_type()
                 ? dbias
                 : torch::stable::to(dbias, bias->scalar_type());

@@ -107,6 +107,9 @@ def dropout_keep(
         rows: int64 row indices.
         keys: int64 key indices.
     """
+    if keys.numel() == 0:
+        shape = (len(batch), len(heads), len(rows), 0)
+        return torch.empty(shape, dtype=torch.bool, device=keys.device)
     seed, offset = rng.tolist()
     first = int(keys.min()) // 4
     quads = torch.arange(first, int(keys.max()) // 4 + 1, device=keys.device)
