@@ -225,7 +225,7 @@ def test_every_feature(isa: str, case: Case) -> None:
 def test_every_feature_in_float32(isa: str, case: Case) -> None:
     leaves, kwargs = make(case, torch.float32)
     wide = [t.detach().double().requires_grad_() for t in leaves]
-    wide_kwargs = {
+    wide_kwargs: dict[str, Any] = {
         name: wide[next(i for i, t in enumerate(leaves) if t is value)]
         if any(value is t for t in leaves)
         else value

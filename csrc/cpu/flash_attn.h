@@ -27,6 +27,9 @@ enum class AttnType { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 // Rows of a tile of scores: 8 micro-tiles of 6; with kAttnKeys columns it takes 24 KiB of L1.
 constexpr int kAttnRows = 48;
 constexpr int kAttnKeys = 128;
+// Blocks of rows that meet one tile of keys before the next is read: packed keys of long sequences
+// come from a shared cache, and come a quarter as often.
+constexpr int kAttnBlocks = 4;
 // Keys that lie side by side in a packed panel: the 4 registers of a micro-tile on AVX-512.
 constexpr int kAttnPanel = 64;
 // Widths are padded with zeros to this, a whole number of registers on every instruction set.
@@ -37,6 +40,13 @@ constexpr int kAttnSplit = 1024;
 constexpr int kAttnMaxDim = 1 << 14;
 
 constexpr int64_t attn_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Scalars from one packed row to the next: its width in whole cache lines. Above a panel an odd
+// number of them, else 64 columns of many rows would fall on half of the sets of L1.
+constexpr int64_t attn_ld(int64_t width) {
+  const int64_t padded = attn_round_up(width, kAttnPad);
+  return padded > kAttnPanel && padded / kAttnPad % 2 == 0 ? padded + kAttnPad : padded;
+}
 
 struct AttnTensor {
   const void* data;
@@ -89,25 +99,26 @@ struct AttnHead {
   const AttnSequence* sequence;
   int64_t kv_head;
   void* k_panels;  // [panels][D][kAttnPanel]
-  void* v_rows;    // [keys][E padded]
+  void* v_rows;    // [keys][attn_ld(E)]
   // Backward.
   void* v_panels;               // [panels][E][kAttnPanel]
-  void* k_rows;                 // [keys][D padded]
-  void* q_rows;                 // [G * rows][D padded]
-  void* do_rows;                // [G * rows][E padded]
+  void* k_rows;                 // [keys][attn_ld(D)]
+  void* q_rows;                 // [G * rows][attn_ld(D)]
+  void* do_rows;                // [G * rows][attn_ld(E)]
   void* lse;                    // [G * rows], +inf where a row saw no key
   void* delta;                  // [G * rows]
-  void* dq_parts;               // [chunks][G * rows][D padded]
+  void* dq_parts;               // [chunks][G * rows][attn_ld(D)]
   std::atomic<bool> is_finite;  // q, k, v and dout as far as they are packed
 };
 
-// Part `split` of `num_splits` of the keys for rows [first_row, last_row) of a KV head.
+// Keys [first_key, last_key) for rows [first_row, last_row), at most kAttnBlocks blocks of them, or
+// one where `partial` is wanted.
 struct AttnForwardTask {
   AttnHead* head;  // packed, or only its sequence and kv_head where is_packed is false
   bool is_packed;
   int64_t first_row, last_row;
   int64_t first_key, last_key;
-  void* partial;  // [rows][E padded + kAttnPad] of a split; null: the task finishes its rows
+  void* partial;  // [rows][attn_ld(E) + kAttnPad] of a split; null: the task finishes its rows
 };
 
 // The functions of one instruction set for one type.
@@ -133,11 +144,11 @@ struct FlashAttnBody {
 
 // Scalars of scratch that one worker needs.
 constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim) {
-  const int64_t d = attn_round_up(head_dim, kAttnPad), e = attn_round_up(value_dim, kAttnPad);
-  return kAttnRows * (kAttnKeys + d + e) + kAttnKeys * (d + e);
+  const int64_t d = attn_ld(head_dim), e = attn_ld(value_dim);
+  return kAttnRows * kAttnKeys + (kAttnKeys + kAttnBlocks * kAttnRows) * (d + e);
 }
 constexpr int64_t attn_backward_scratch(int64_t head_dim, int64_t value_dim) {
-  const int64_t d = attn_round_up(head_dim, kAttnPad), e = attn_round_up(value_dim, kAttnPad);
+  const int64_t d = attn_ld(head_dim), e = attn_ld(value_dim);
   return 2 * kAttnRows * kAttnKeys + kAttnKeys * (d + e);
 }
 

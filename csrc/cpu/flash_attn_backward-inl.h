@@ -15,8 +15,8 @@ template <class S, class E>
 void pack_rows(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t last) {
   using T = typename S::Scalar;
   const AttnSequence& seq = *head.sequence;
-  const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
-  const int64_t ldo = attn_round_up(args.value_dim, kAttnPad);
+  const int64_t ldq = attn_ld(args.head_dim);
+  const int64_t ldo = attn_ld(args.value_dim);
   T* head_lse = static_cast<T*>(head.lse);
   T* head_delta = static_cast<T*>(head.delta);
   FiniteCheck<S> check;
@@ -143,7 +143,7 @@ template <class S>
 void score_tile(const BackwardTile<S>& tile) {
   using T = typename S::Scalar;
   const int64_t dim = tile.args.head_dim, value_dim = tile.args.value_dim;
-  const int64_t ldq = attn_round_up(dim, kAttnPad), ldo = attn_round_up(value_dim, kAttnPad);
+  const int64_t ldq = attn_ld(dim), ldo = attn_ld(value_dim);
   const T* q_rows = static_cast<const T*>(tile.head.q_rows) + tile.first_row * ldq;
   const T* do_rows = static_cast<const T*>(tile.head.do_rows) + tile.first_row * ldo;
   const T* k_panels = static_cast<const T*>(tile.head.k_panels) + tile.tile_key * dim;
@@ -162,26 +162,28 @@ template <class S>
 void backward_tile(const BackwardTile<S>& tile, typename S::Scalar* dk, typename S::Scalar* dv,
                    typename S::Scalar* dq) {
   using T = typename S::Scalar;
-  const int64_t ldq = attn_round_up(tile.args.head_dim, kAttnPad);
-  const int64_t ldo = attn_round_up(tile.args.value_dim, kAttnPad);
+  const int64_t ldq = attn_ld(tile.args.head_dim);
+  const int64_t ldo = attn_ld(tile.args.value_dim);
   const T* q_rows = static_cast<const T*>(tile.head.q_rows) + tile.first_row * ldq;
   const T* do_rows = static_cast<const T*>(tile.head.do_rows) + tile.first_row * ldo;
   const T* k_rows = static_cast<const T*>(tile.head.k_rows) + (tile.tile_key + tile.begin) * ldq;
   score_tile(tile);
+  const int64_t columns = attn_round_up(tile.args.head_dim, S::kLanes);
+  const int64_t value_columns = attn_round_up(tile.args.value_dim, S::kLanes);
   const int64_t count = tile.end - tile.begin;
   const T *p = tile.p + tile.begin, *ds = tile.ds + tile.begin;
   const GemmTo<T> to_dv{dv + tile.begin * ldo, ldo, Into::kAdd, nullptr};
   const GemmTo<T> to_dk{dk + tile.begin * ldq, ldq, Into::kAdd, nullptr};
   const GemmTo<T> to_dq{dq + tile.first_row * ldq, ldq, Into::kAdd, nullptr};
   if (tile.is_careful) {
-    gemm_skipping_zeros<S>(count, ldo, tile.rows, p, 1, kAttnKeys, do_rows, ldo, to_dv);
-    gemm_skipping_zeros<S>(count, ldq, tile.rows, ds, 1, kAttnKeys, q_rows, ldq, to_dk);
-    gemm_skipping_zeros<S>(tile.rows, ldq, count, ds, kAttnKeys, 1, k_rows, ldq, to_dq);
+    gemm_skipping_zeros<S>(count, value_columns, tile.rows, p, 1, kAttnKeys, do_rows, ldo, to_dv);
+    gemm_skipping_zeros<S>(count, columns, tile.rows, ds, 1, kAttnKeys, q_rows, ldq, to_dk);
+    gemm_skipping_zeros<S>(tile.rows, columns, count, ds, kAttnKeys, 1, k_rows, ldq, to_dq);
     return;
   }
-  gemm_transposed<S>(count, ldo, tile.rows, p, do_rows, ldo, to_dv);
-  gemm_transposed<S>(count, ldq, tile.rows, ds, q_rows, ldq, to_dk);
-  gemm_scores<S>(tile.rows, ldq, count, ds, k_rows, ldq, to_dq);
+  gemm_transposed<S>(count, value_columns, tile.rows, p, do_rows, ldo, to_dv);
+  gemm_transposed<S>(count, columns, tile.rows, ds, q_rows, ldq, to_dk);
+  gemm_scores<S>(tile.rows, columns, count, ds, k_rows, ldq, to_dq);
 }
 
 inline bool is_careful(const FlashAttnArgs& args, const AttnHead& head) {
@@ -230,8 +232,8 @@ void backward(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t 
               void* scratch) {
   using T = typename S::Scalar;
   const AttnSequence& seq = *head.sequence;
-  const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
-  const int64_t ldo = attn_round_up(args.value_dim, kAttnPad);
+  const int64_t ldq = attn_ld(args.head_dim);
+  const int64_t ldo = attn_ld(args.value_dim);
   const int64_t group = args.heads / args.kv_heads;
   T* p = static_cast<T*>(scratch);
   T* ds = p + kAttnRows * kAttnKeys;
@@ -270,7 +272,7 @@ void finish_dq(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t
                int64_t num_parts) {
   using T = typename S::Scalar;
   const AttnSequence& seq = *head.sequence;
-  const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
+  const int64_t ldq = attn_ld(args.head_dim);
   const int64_t part = seq.num_rows * (args.heads / args.kv_heads) * ldq;
   for (int64_t m = first; m < last; ++m) {
     const auto [position, h] = attn_place(args, head.kv_head, m);

@@ -10,30 +10,32 @@ struct ForwardBlock {
 
   const FlashAttnArgs& args;
   const AttnSequence& seq;
-  int64_t kv_head, first_row;
+  int64_t kv_head;
   int rows;
-  T *s, *o, *q, *k_panels, *v_rows;  // scratch: tile of scores, sums of P v, rows, packed keys
-  int64_t ldo;
+  KeyRange seen;  // keys that any row sees
+  bool is_first = true;
+  int64_t ldq, ldo;
+  T *s, *o, *q;  // scratch: tile of scores, sums of P v, query rows
 
   RowPlace place[kAttnRows];
   KeyRange keys[kAttnRows];
   T row_max[kAttnRows], row_sum[kAttnRows], rescale[kAttnRows];
 
-  ForwardBlock(const FlashAttnArgs& args_, const AttnForwardTask& task, T* scratch)
+  // Rows [first, last) with a tile of scores at `tile` and own_scratch scalars at `own`.
+  ForwardBlock(const FlashAttnArgs& args_, const AttnHead& head, int64_t first, int64_t last,
+               T* tile, T* own)
       : args(args_),
-        seq(*task.head->sequence),
-        kv_head(task.head->kv_head),
-        first_row(task.first_row),
-        rows(static_cast<int>(task.last_row - task.first_row)) {
-    ldo = attn_round_up(args.value_dim, kAttnPad);
-    const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
-    s = scratch;
-    o = s + kAttnRows * kAttnKeys;
-    q = o + kAttnRows * ldo;
-    k_panels = q + kAttnRows * ldq;
-    v_rows = k_panels + kAttnKeys * ldq;
+        seq(*head.sequence),
+        kv_head(head.kv_head),
+        rows(static_cast<int>(last - first)),
+        seen(visible_keys(args_, *head.sequence, first, last)),
+        ldq(attn_ld(args_.head_dim)),
+        ldo(attn_ld(args_.value_dim)),
+        s(tile),
+        o(own),
+        q(own + kAttnRows * ldo) {
     for (int r = 0; r < rows; ++r) {
-      place[r] = attn_place(args, kv_head, first_row + r);
+      place[r] = attn_place(args, kv_head, first + r);
       keys[r] = visible_keys(args, seq, place[r].position);
       // The lowest number, not -inf: a row that sees no key then has exponentials 0, not NaN.
       row_max[r] = std::numeric_limits<T>::lowest();
@@ -116,21 +118,23 @@ void exponentials(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
 template <class S>
 void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
                   const typename S::Scalar* k_panels, const typename S::Scalar* v_rows,
-                  bool is_first, bool is_finite) {
+                  bool is_finite) {
   using T = typename S::Scalar;
   const int64_t dim = block.args.head_dim;
   for (int64_t panel = 0; panel < count; panel += kAttnPanel) {
     gemm<S>(block.rows, attn_round_up(std::min<int64_t>(kAttnPanel, count - panel), S::kLanes), dim,
-            block.q, attn_round_up(dim, kAttnPad), k_panels + panel * dim, kAttnPanel,
+            block.q, block.ldq, k_panels + panel * dim, kAttnPanel,
             GemmTo<T>{block.s + panel, kAttnKeys, Into::kSet, nullptr});
   }
   find_maxima<S>(block, tile_key, count);
   exponentials<S>(block, tile_key, count);
-  const GemmTo<T> to{block.o, block.ldo, is_first ? Into::kSet : Into::kScaledAdd, block.rescale};
+  const int64_t columns = attn_round_up(block.args.value_dim, S::kLanes);
+  const GemmTo<T> to{block.o, block.ldo, block.is_first ? Into::kSet : Into::kScaledAdd,
+                     block.rescale};
   if (is_finite) {
-    gemm_scores<S>(block.rows, block.ldo, count, block.s, v_rows, block.ldo, to);
+    gemm_scores<S>(block.rows, columns, count, block.s, v_rows, block.ldo, to);
   } else {
-    gemm_skipping_zeros<S>(block.rows, block.ldo, count, block.s, kAttnKeys, 1, v_rows, block.ldo,
+    gemm_skipping_zeros<S>(block.rows, columns, count, block.s, kAttnKeys, 1, v_rows, block.ldo,
                            to);
   }
 }
@@ -178,10 +182,10 @@ bool is_streamed(const ForwardBlock<S>& block, int64_t tile_key, int64_t count) 
 }
 
 template <class S, class E>
-void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count, bool is_first) {
+void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
   using T = typename S::Scalar;
   const FlashAttnArgs& args = block.args;
-  stream_keys<S, E>(block.q, attn_round_up(args.head_dim, kAttnPad), block.rows,
+  stream_keys<S, E>(block.q, block.ldq, block.rows,
                     attn_row<E>(args.k, block.seq.k, tile_key, block.kv_head), args.k.row, count,
                     args.head_dim, block.s);
   find_maxima<S>(block, tile_key, count);
@@ -189,7 +193,7 @@ void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count, bool i
   for (int r = 0; r < block.rows; ++r) {
     const auto rescale = S::set1(block.rescale[r]);
     for (T* o = block.o + r * block.ldo; o < block.o + (r + 1) * block.ldo; o += S::kLanes) {
-      S::store(o, is_first ? typename S::Vec{} : S::load(o) * rescale);
+      S::store(o, block.is_first ? typename S::Vec{} : S::load(o) * rescale);
     }
   }
   stream_weighted<S, E>(block.s, block.rows,
@@ -197,48 +201,77 @@ void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count, bool i
                         count, args.value_dim, block.o, block.ldo);
 }
 
+// The part of a tile that a block sees: read in place, packed here, or packed before.
 template <class S, class E>
-void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
+void meet_tile(ForwardBlock<S>& block, const AttnForwardTask& task, int64_t key, int64_t count,
+               typename S::Scalar* scratch) {
   using T = typename S::Scalar;
-  ForwardBlock<S> block(args, task, static_cast<T*>(scratch));
-  FiniteCheck<S> rows_check;
-  const int64_t ldq = attn_round_up(args.head_dim, kAttnPad);
-  for (int r = 0; r < block.rows; ++r) {
-    const auto [position, h] = block.place[r];
-    pack_row<S>(attn_row<E>(args.q, block.seq.q, position, h), args.q.dim, args.head_dim,
-                block.q + r * ldq, rows_check);
-  }
-  const KeyRange seen = visible_keys(args, block.seq, task.first_row, task.last_row);
-  const int64_t last = std::min(task.last_key, seen.last);
-  int64_t key = std::max(task.first_key, seen.first / kAttnPanel * kAttnPanel);
-  bool is_first = true;
-  for (; key < last; key += kAttnKeys, is_first = false) {
-    const int64_t count = std::min<int64_t>(kAttnKeys, last - key);
-    if (task.is_packed) {
-      forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
-                      static_cast<T*>(task.head->v_rows) + key * block.ldo, is_first,
-                      task.head->is_finite.load(std::memory_order_relaxed));
-      continue;
-    }
-    if (is_streamed(block, key, count)) {
-      stream_tile<S, E>(block, key, count, is_first);
-      continue;
-    }
+  const FlashAttnArgs& args = block.args;
+  if (task.is_packed) {
+    forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
+                    static_cast<T*>(task.head->v_rows) + key * block.ldo,
+                    task.head->is_finite.load(std::memory_order_relaxed));
+  } else if (is_streamed(block, key, count)) {
+    stream_tile<S, E>(block, key, count);
+  } else {
+    T* v_rows = scratch + kAttnKeys * block.ldq;
     FiniteCheck<S> check;
-    pack_panels_of<S, E>({args.k.data, args.k.row, args.k.head, args.k.dim},
-                         block.seq.k + key * args.k.row, block.kv_head, 0, count, args.head_dim,
-                         block.k_panels, check);
+    pack_panels_of<S, E>(args.k, block.seq.k + key * args.k.row, block.kv_head, 0, count,
+                         args.head_dim, scratch, check);
     pack_rows_of<S, E>(args.v, block.seq.v + key * args.v.row, block.kv_head, 0, count,
-                       args.value_dim, block.v_rows, check);
-    forward_tile<S>(block, key, count, block.k_panels, block.v_rows, is_first, check.is_finite());
+                       args.value_dim, v_rows, check);
+    forward_tile<S>(block, key, count, scratch, v_rows, check.is_finite());
   }
-  if (is_first) std::fill(block.o, block.o + block.rows * block.ldo, T{0});
-  if (task.partial == nullptr) return finish_rows<S, E>(block);
-  T* partial = static_cast<T*>(task.partial);
+  block.is_first = false;
+}
+
+template <class S>
+void store_partial(const ForwardBlock<S>& block, typename S::Scalar* partial) {
   for (int r = 0; r < block.rows; ++r, partial += block.ldo + kAttnPad) {
     std::copy(block.o + r * block.ldo, block.o + (r + 1) * block.ldo, partial);
     partial[block.ldo] = block.row_max[r];
     partial[block.ldo + 1] = block.row_sum[r];
+  }
+}
+
+template <class S, class E>
+void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
+  using T = typename S::Scalar;
+  const int64_t own = kAttnRows * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
+  T* tile = static_cast<T*>(scratch);
+  T* packed = tile + kAttnRows * kAttnKeys;
+  T* next = packed + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
+  std::vector<ForwardBlock<S>> blocks;
+  blocks.reserve(kAttnBlocks);
+  KeyRange seen{task.last_key, 0};
+  for (int64_t m = task.first_row; m < task.last_row; m += kAttnRows, next += own) {
+    ForwardBlock<S>& block = blocks.emplace_back(
+        args, *task.head, m, std::min<int64_t>(m + kAttnRows, task.last_row), tile, next);
+    FiniteCheck<S> check;
+    for (int r = 0; r < block.rows; ++r) {
+      const auto [position, h] = block.place[r];
+      pack_row<S>(attn_row<E>(args.q, block.seq.q, position, h), args.q.dim, args.head_dim,
+                  block.q + r * block.ldq, check);
+    }
+    seen.first = std::min(seen.first, block.seen.first);
+    seen.last = std::max(seen.last, block.seen.last);
+  }
+  const int64_t last = std::min(task.last_key, seen.last);
+  int64_t key = std::max(task.first_key, seen.first / kAttnPanel * kAttnPanel);
+  for (; key < last; key += kAttnKeys) {
+    const int64_t end = std::min(key + kAttnKeys, last);
+    for (ForwardBlock<S>& block : blocks) {
+      const int64_t count = std::min(end, block.seen.last) - key;
+      if (count > 0 && block.seen.first < end) meet_tile<S, E>(block, task, key, count, packed);
+    }
+  }
+  for (ForwardBlock<S>& block : blocks) {
+    if (block.is_first) std::fill(block.o, block.o + block.rows * block.ldo, T{0});
+    if (task.partial != nullptr) {
+      store_partial(block, static_cast<T*>(task.partial));
+    } else {
+      finish_rows<S, E>(block);
+    }
   }
 }
 
@@ -247,7 +280,9 @@ template <class S, class E>
 void join(const FlashAttnArgs& args, const AttnForwardTask& task, int64_t num_splits,
           int64_t stride, void* scratch) {
   using T = typename S::Scalar;
-  ForwardBlock<S> block(args, task, static_cast<T*>(scratch));
+  T* tile = static_cast<T*>(scratch);
+  ForwardBlock<S> block(args, *task.head, task.first_row, task.last_row, tile,
+                        tile + kAttnRows * kAttnKeys);
   const T factor = static_cast<T>(block.to_natural() * kLog2E);
   for (int r = 0; r < block.rows; ++r) {
     const T* partial = static_cast<const T*>(task.partial) + r * (block.ldo + kAttnPad);
@@ -259,7 +294,7 @@ void join(const FlashAttnArgs& args, const AttnForwardTask& task, int64_t num_sp
     for (int64_t i = 0; i < num_splits; ++i, partial += stride) {
       const auto weight = S::exp2(S::set1((partial[block.ldo] - block.row_max[r]) * factor));
       block.row_sum[r] += weight[0] * partial[block.ldo + 1];
-      for (int64_t e = 0; e < block.ldo; e += S::kLanes) {
+      for (int64_t e = 0; e < args.value_dim; e += S::kLanes) {
         S::store(o + e, S::fma(weight, S::load(partial + e), S::load(o + e)));
       }
     }

@@ -3,26 +3,43 @@
 // Included inside the namespace of an instruction set, after flash_attn_vector-inl.h. S is a vector
 // of the scalars that sums run in, E the element type of the tensors.
 
-// Notes in passing whether all that it is shown is finite.
+// Notes in passing whether all that it is shown is finite. Neighbours should go to different slots:
+// each is a chain of sums, which would be slower than the copy it watches.
 template <class S>
 class FiniteCheck {
  public:
-  void see(typename S::Vec v) { sum_ = S::fma(v, typename S::Vec{}, sum_); }
-  bool is_finite() const { return S::reduce_add(sum_) == 0; }
+  static constexpr int kSlots = 4;
+  void see(typename S::Vec v, int64_t slot) {
+    auto& sum = sums_[slot % kSlots];
+    sum = S::fma(v, typename S::Vec{}, sum);
+  }
+  bool is_finite() const {
+    return S::reduce_add((sums_[0] + sums_[1]) + (sums_[2] + sums_[3])) == 0;
+  }
 
  private:
-  typename S::Vec sum_ = {};  // 0, or NaN once an infinity or NaN took part
+  typename S::Vec sums_[kSlots] = {};  // 0, or NaN once an infinity or NaN took part
 };
 
 // One row of `width` elements, widened, padded with zeros.
 template <class S, class E>
-void pack_row(const E* from, int64_t stride, int64_t width, typename S::Scalar* to,
-              FiniteCheck<S>& check) {
+inline void pack_row(const E* from, int64_t stride, int64_t width, typename S::Scalar* to,
+                     FiniteCheck<S>& check) {
+  constexpr int kStep = FiniteCheck<S>::kSlots * S::kLanes;
+  int64_t d = 0;
+  for (; stride == 1 && d + kStep <= width; d += kStep) {
+#pragma GCC unroll 4
+    for (int slot = 0; slot < FiniteCheck<S>::kSlots; ++slot) {
+      const auto v = S::load_as(from + d + slot * S::kLanes);
+      check.see(v, slot);
+      S::store(to + d + slot * S::kLanes, v);
+    }
+  }
   const int64_t padded = attn_round_up(width, kAttnPad);
-  for (int64_t d = 0; d < padded; d += S::kLanes) {
-    const auto v =
-        d < width ? load_part<S>(from + d * stride, stride, width - d) : typename S::Vec{};
-    check.see(v);
+  for (; d < padded; d += S::kLanes) {
+    auto v = typename S::Vec{};
+    if (d < width) v = load_part<S>(from + d * stride, stride, width - d);
+    check.see(v, 0);
     S::store(to + d, v);
   }
 }
@@ -41,7 +58,7 @@ void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count
         const E* row = from + (key + j) * row_stride + d * stride;
         __builtin_prefetch(row + S::kLanes * row_stride);
         rows[j] = key + j < count ? load_part<S>(row, stride, width - d) : typename S::Vec{};
-        check.see(rows[j]);
+        check.see(rows[j], j);
       }
       S::transpose(rows);
       const int64_t filled = std::min<int64_t>(S::kLanes, width - d);
@@ -59,7 +76,7 @@ const E* attn_row(const AttnTensor& x, int64_t first, int64_t row, int64_t head)
 template <class S, class E>
 void pack_rows_of(const AttnTensor& x, int64_t sequence, int64_t head, int64_t first, int64_t last,
                   int64_t width, void* to, FiniteCheck<S>& check) {
-  const int64_t padded = attn_round_up(width, kAttnPad);
+  const int64_t padded = attn_ld(width);
   auto* rows = static_cast<typename S::Scalar*>(to);
   constexpr int kAhead = 8;  // rows: a few kilobytes, ~ the latency of memory
   for (int64_t key = first; key < last; ++key) {

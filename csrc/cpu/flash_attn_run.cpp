@@ -79,8 +79,8 @@ int64_t parts_of(const FlashAttnArgs& args, const AttnSequence& seq) {
 // Puts the arrays of a head one after another from `memory` on; null only measures. Bytes taken.
 int64_t place_arrays(const FlashAttnArgs& args, AttnHead& head, char* memory, bool backward) {
   const AttnSequence& seq = *head.sequence;
-  const int64_t d = attn_round_up(args.head_dim, kAttnPad);
-  const int64_t e = attn_round_up(args.value_dim, kAttnPad);
+  const int64_t d = attn_ld(args.head_dim);
+  const int64_t e = attn_ld(args.value_dim);
   const int64_t keys = attn_round_up(seq.num_keys, kAttnPanel);
   const int64_t rows = seq.num_rows * group_of(args);
   int64_t taken = 0;
@@ -189,9 +189,9 @@ void forward_packed(const Work& work, const Memory& scratch, int64_t scratch_byt
     work.share(static_cast<int64_t>(keys.size()), [&](int64_t i, int64_t) {
       work.body.pack_keys(work.args, *keys[i].head, keys[i].first, keys[i].last, false);
     });
-    const std::vector<Part> rows = cut(heads, count, kAttnRows, [&](const AttnHead& head) {
-      return head.sequence->num_rows * group;
-    });
+    const int64_t step = kAttnBlocks * kAttnRows;
+    const std::vector<Part> rows = cut(
+        heads, count, step, [&](const AttnHead& head) { return head.sequence->num_rows * group; });
     const int64_t num_tasks = static_cast<int64_t>(rows.size());
     work.share(num_tasks, [&](int64_t i, int64_t worker) {
       // Last rows first: where causal they see most keys, and short tasks at the end let threads
@@ -212,7 +212,7 @@ void forward_split(const Work& work, const Memory& scratch, int64_t scratch_byte
   const std::vector<Part> splits =
       cut(heads.data(), static_cast<int64_t>(heads.size()), kAttnSplit,
           [](const AttnHead& head) { return std::max<int64_t>(1, num_keys(head)); });
-  const int64_t ld = attn_round_up(args.value_dim, kAttnPad) + kAttnPad;
+  const int64_t ld = attn_ld(args.value_dim) + kAttnPad;
   const int64_t stride = kAttnRows * ld;
   const bool joins = splits.size() > heads.size();
   const int64_t num_splits = static_cast<int64_t>(splits.size());
@@ -270,7 +270,7 @@ void run_flash_attn(const FlashAttnArgs& args, const FlashAttnBody& body,
 void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,
                         const FlashAttnThreads& threads) {
   const Work work = plan_work(args, body, threads);
-  const int64_t group = group_of(args), d = attn_round_up(args.head_dim, kAttnPad);
+  const int64_t group = group_of(args), d = attn_ld(args.head_dim);
   const auto num_rows = [&](const AttnHead& head) { return head.sequence->num_rows * group; };
   std::vector<AttnHead> all = list_heads(args);
   const int64_t scratch_bytes =

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <vector>
 
 #include "common/float_types.h"
 #include "cpu/flash_attn.h"
