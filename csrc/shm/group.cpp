@@ -183,7 +183,11 @@ void Group::check_waiting(const std::string& call, double deadline_s, double lim
 
 void Group::fail(const std::string& reason) {
   abort(reason);
-  throw GroupError("shm: " + reason);
+  // Another rank may have been first; this call and all later ones give the reason that stands.
+  const Abort& mark = own()->abort;
+  for (int i = 0; i < 1000 && mark.state.load(std::memory_order_acquire) != 2; ++i) pause_cpu();
+  throw_if_dead();
+  throw GroupError("shm: " + reason);  // whoever writes the mark has died at it
 }
 
 std::string Group::describe(const Call& call) const {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,8 +93,6 @@ def join_host_group(
         )
     except OSError as error:
         store.set(f"{key}/{rank}", f"{_FAILED}{error}")
-        with contextlib.suppress(Exception):
-            _shm.Group.remove(_known_names(store, key, len(members)))
         raise OSError(
             error.errno,
             f"shm: {error.strerror}; enlarge /dev/shm (docker run --shm-size=1g), or choose gloo",
@@ -109,7 +106,11 @@ def join_host_group(
             raise RuntimeError(f"shm: another rank of this host could not start: {failures[0][1:]}")
         group.connect(names)
     except BaseException:
-        _shm.Group.remove([text for text in names if not text.startswith(_FAILED)])
+        # This rank's own, even while the error keeps the group alive; those of ranks that live, who
+        # fail too or are about to; those of ranks that died on the way, which nobody may have heard.
+        known = [text for text in names if not text.startswith(_FAILED)]
+        _shm.Group.remove([group.segment_name, *known])
+        _shm.remove_orphans()
         raise
     return group
 
@@ -122,9 +123,3 @@ def _ring_bytes(world: int) -> int:
 
 def _get_all(store: dist.Store, key: str, ranks: range) -> list[str]:
     return [value.decode() for value in store.multi_get([f"{key}/{rank}" for rank in ranks])]
-
-
-def _known_names(store: dist.Store, key: str, world: int) -> list[str]:
-    keys = [f"{key}/{rank}" for rank in range(world)]
-    texts = [store.get(name).decode() for name in keys if store.check([name])]
-    return [text for text in texts if not text.startswith(_FAILED)]
