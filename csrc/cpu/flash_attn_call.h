@@ -122,6 +122,10 @@ inline void set_heads(const char* op, const Tensor& q, const Tensor& k, const Te
   STD_TORCH_CHECK(args.heads == 0 || (args.kv_heads > 0 && args.heads % args.kv_heads == 0), op,
                   ": query heads must be a multiple of KV heads, got ", args.heads,
                   " query heads and ", args.kv_heads, " KV heads");
+  constexpr int64_t kLongest = int64_t{1} << 31;
+  STD_TORCH_CHECK(q.size(rank - 3) < kLongest && k.size(rank - 3) < kLongest, op,
+                  ": q and k must be shorter than 2^31 rows, got ", q.size(rank - 3), " and ",
+                  k.size(rank - 3));
   args.q = attn_tensor(q);
   args.k = attn_tensor(k);
   args.v = attn_tensor(v);

@@ -2,8 +2,6 @@
 //
 // Included inside the namespace of an instruction set, after the files it uses.
 
-constexpr double kLog2E = 1.4426950408889634;
-
 template <class S>
 struct ForwardBlock {
   using T = typename S::Scalar;

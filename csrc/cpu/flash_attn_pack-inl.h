@@ -51,6 +51,7 @@ inline void pack_row(const E* from, int64_t stride, int64_t width, typename S::S
 template <class S, class E>
 void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count, int64_t width,
                 typename S::Scalar* to, FiniteCheck<S>& check) {
+  FiniteCheck<S> own = check;  // in registers while it runs
   for (int64_t key = 0; key < kAttnPanel; key += S::kLanes) {
     for (int64_t d = 0; d < width; d += S::kLanes) {
       typename S::Vec rows[S::kLanes];
@@ -58,13 +59,14 @@ void pack_panel(const E* from, int64_t row_stride, int64_t stride, int64_t count
         const E* row = from + (key + j) * row_stride + d * stride;
         __builtin_prefetch(row + S::kLanes * row_stride);
         rows[j] = key + j < count ? load_part<S>(row, stride, width - d) : typename S::Vec{};
-        check.see(rows[j], j);
+        own.see(rows[j], j);
       }
       S::transpose(rows);
       const int64_t filled = std::min<int64_t>(S::kLanes, width - d);
       for (int64_t j = 0; j < filled; ++j) S::store(to + (d + j) * kAttnPanel + key, rows[j]);
     }
   }
+  check = own;
 }
 
 // First element of row `row` of head `head` of a sequence that begins `first` elements in.
@@ -79,13 +81,15 @@ void pack_rows_of(const AttnTensor& x, int64_t sequence, int64_t head, int64_t f
   const int64_t padded = attn_ld(width);
   auto* rows = static_cast<typename S::Scalar*>(to);
   constexpr int kAhead = 8;  // rows: a few kilobytes, ~ the latency of memory
+  FiniteCheck<S> own = check;
   for (int64_t key = first; key < last; ++key) {
     const E* row = attn_row<E>(x, sequence, key, head);
     for (int64_t d = 0; d < width; d += 64 / sizeof(E)) {
       __builtin_prefetch(row + kAhead * x.row + d * x.dim);
     }
-    pack_row<S>(row, x.dim, width, rows + key * padded, check);
+    pack_row<S>(row, x.dim, width, rows + key * padded, own);
   }
+  check = own;
 }
 
 template <class S, class E>
