@@ -252,6 +252,7 @@ def test_ranks_reduce_on_loopback_whatever_the_shell_left_behind(start, tmp_path
         "MASTER_ADDR": "192.0.2.1",  # reserved for documentation: nobody answers there
         "SLURM_PROCID": "3",
         "OMP_NUM_THREADS": "3",
+        "MCP_BACKEND": "gloo",  # which listens on a network interface; shared memory has none
     }
     code, out, err = start(report, 4, folder, **leftovers).finish()
     assert code == 0, err

@@ -33,6 +33,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--precision", choices=("fp64", "fp32", "both"), default="both", help="default: both"
     )
+    parser.add_argument(
+        "--backend",
+        choices=("shm", "gloo"),
+        help="what carries the ranks' collectives (default: MCP_BACKEND, or shm where it is built)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -57,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return launch_local(
         lambda context: run_matrix(base, corpus, context, cases, precisions, as_json=args.json),
         WORLD_SIZE,
+        backend=args.backend,
     )
 
 

@@ -98,6 +98,25 @@ def _torch_has_cuda() -> bool:
     return torch.version.cuda is not None
 
 
+def _shm_finding() -> Finding:
+    """What CPU ranks of one host will talk through; ``MCP_BACKEND`` chooses."""
+    from mcp_parallel.launch.backend import wanted_backend, why_not_shm
+
+    topic = "shared memory"
+    try:
+        wanted, reason = wanted_backend(), why_not_shm()
+    except ValueError as error:
+        return Finding(topic, "problem", "cannot choose a backend", str(error))
+    if wanted == "gloo":
+        advice = "unset it: CPU ranks of one host then talk through shared memory, which is faster"
+        return Finding(topic, "note", "not used, MCP_BACKEND=gloo", advice)
+    if not reason:
+        return Finding(topic, "ok", "CPU ranks use it; MCP_BACKEND=gloo would not")
+    if wanted == "shm":
+        return Finding(topic, "problem", "MCP_BACKEND=shm cannot be had", reason)
+    return Finding(topic, "note", "CPU ranks use gloo, slower", reason)
+
+
 def _backend_findings() -> Iterator[Finding]:
     import torch.distributed as dist
 
@@ -106,6 +125,7 @@ def _backend_findings() -> Iterator[Finding]:
         yield Finding("gloo", "problem", "not in this torch", advice)
         return
     yield Finding("gloo", "ok", "available")
+    yield _shm_finding()
     if dist.is_nccl_available():
         yield Finding("nccl", "ok", "available")
     elif _torch_has_cuda():

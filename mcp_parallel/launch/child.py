@@ -41,6 +41,7 @@ class RankSpec:
     port: int  # of the launcher's store on 127.0.0.1
     threads: int
     timeout_s: float
+    backend: str | None  # as join_group takes it
     launcher_pid: int
     report_fd: int
     lifeline_fd: int  # reads end of file when the launcher is gone
@@ -170,6 +171,7 @@ def _join_and_run(entry: Entry, spec: RankSpec, stop_flag: StopFlag) -> tuple[in
         world_size=spec.world_size,
         device=device,
         timeout_s=spec.timeout_s,
+        backend=spec.backend,
     )
     context = RankContext(
         rank=spec.rank,

@@ -12,6 +12,13 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from mcp_parallel.launch.backend import (
+    agree_on_backend,
+    register_shm,
+    wanted_backend,
+    why_not_shm,
+)
+
 
 class StopFlag:
     """Remembers that the process was asked to stop, so that the step in flight can end first."""
@@ -77,18 +84,43 @@ def choose_device(local_rank: int, local_world_size: int) -> torch.device:
 
 
 def join_group(
-    store: dist.Store, *, rank: int, world_size: int, device: torch.device, timeout_s: float
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    timeout_s: float,
+    backend: str | None = None,
 ) -> None:
     """Start the default process group and make sure that every rank chose the same device type.
 
+    Args:
+        store: of this attempt alone.
+        rank: of this process.
+        world_size: ranks of the job.
+        device: where this rank trains.
+        timeout_s: how long a rank waits for another, in seconds.
+        backend: "auto", "shm" or "gloo"; None takes ``MCP_BACKEND``.
+
     Raises:
-        RuntimeError: some ranks have a CUDA device and some have none.
+        RuntimeError: some ranks have a CUDA device and some have none; or "shm" cannot be had.
+        ValueError: ``MCP_BACKEND`` is another word.
     """
     timeout = timedelta(seconds=timeout_s)
+    name = agree_on_backend(
+        store,
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        wanted=backend or wanted_backend(),
+        missing=why_not_shm(),
+    )
+    if "shm" in name:
+        register_shm()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        name,
         store=store,
         rank=rank,
         world_size=world_size,

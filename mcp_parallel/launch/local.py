@@ -33,6 +33,7 @@ def launch_local(
     *,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     preload: Sequence[str] = (),
+    backend: str | None = None,
 ) -> int:
     """Run ``entry(context)`` in ``world_size`` processes of this machine and wait for all.
 
@@ -52,6 +53,8 @@ def launch_local(
         world_size: number of ranks, >= 1.
         timeout_s: how long a rank waits for another in a collective, in seconds.
         preload: names of modules to import once here rather than in every rank.
+        backend: of the ranks' collectives on the CPU, "auto", "shm" or "gloo"; None takes
+            ``MCP_BACKEND``.
 
     Returns:
         0 when all ranks returned 0, the status that ranks returned when that was another one,
@@ -71,7 +74,7 @@ def launch_local(
         # Bound before the forks: ranks may connect before the store serves, the kernel queues them.
         listener.bind(("127.0.0.1", 0))
         listener.listen(max(128, 2 * world_size))
-        _fork_ranks(entry, world_size, timeout_s, listener, supervisor)
+        _fork_ranks(entry, world_size, timeout_s, backend, listener, supervisor)
         store = _serve(listener, timeout_s)  # must live until the last rank has ended
         code = supervisor.wait()
         del store
@@ -100,6 +103,7 @@ def _fork_ranks(
     entry: Entry,
     world_size: int,
     timeout_s: float,
+    backend: str | None,
     listener: socket.socket,
     supervisor: Supervisor,
 ) -> None:
@@ -119,6 +123,7 @@ def _fork_ranks(
             port=port,
             threads=threads,
             timeout_s=timeout_s,
+            backend=backend,
             launcher_pid=launcher_pid,
             report_fd=report.fileno(),
             lifeline_fd=supervisor.lifeline_fd,

@@ -29,6 +29,10 @@ _EFFECTS = (
     "timed out waiting",
     "wait timeout",
     "socket timeout",
+    # mcp_kernels.shm, of a peer that died, of one that did not come, of one that was interrupted.
+    "the first error of that rank says why",
+    "see what holds that rank up",
+    "was interrupted on rank",
 )
 
 # Signals that nobody sends by accident, with the usual reason.
