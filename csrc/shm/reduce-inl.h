@@ -1,9 +1,7 @@
-// The algorithm of reduce.h, written for blocks that compilers turn into vector code. Included by
-// each instruction set's file inside its own namespace and target, after that file has defined
-// widen_half and narrow_half; so this file includes nothing and guards against nothing.
-
-// Elements at a time: 4 registers of 16 floats as accumulators, and as many for what is added.
-constexpr size_t kBlock = 64;
+// The algorithm of reduce.h over vectors as wide as a register. Included by each instruction set's
+// file inside its own namespace and target, after that file has defined kVectorBytes and, for as
+// many elements as a vector has floats, widen_half, narrow_half, widen_bfloat and narrow_bfloat; so
+// this file includes nothing itself.
 
 struct BFloat16 {
   uint16_t bits;
@@ -25,134 +23,197 @@ struct Wide<Float16> {
   using type = float;
 };
 
-template <class T>
-inline void widen(const T* from, T* to) {
-  for (size_t i = 0; i < kBlock; ++i) to[i] = from[i];
-}
+// Vectors of W, and of the unsigned integers as wide as W. Passed by reference only: how a function
+// gets one by value differs between instruction sets.
+template <class W>
+struct Of {
+  using Bits =
+      std::conditional_t<sizeof(W) == 8, uint64_t,
+                         std::conditional_t<sizeof(W) == 4, uint32_t,
+                                            std::conditional_t<sizeof(W) == 2, uint16_t, uint8_t>>>;
+  typedef W Vector __attribute__((vector_size(kVectorBytes)));
+  typedef Bits Unsigned __attribute__((vector_size(kVectorBytes)));
+  static constexpr size_t kLanes = kVectorBytes / sizeof(W);
+};
+template <>
+struct Of<BFloat16> : Of<float> {};
+template <>
+struct Of<Float16> : Of<float> {};
+using Floats = Of<float>::Vector;
 
 template <class T>
-inline void narrow(const T* from, T* to) {
-  for (size_t i = 0; i < kBlock; ++i) to[i] = from[i];
+inline void load(const T* from, typename Of<T>::Vector& to) {
+  std::memcpy(&to, from, sizeof to);
 }
 
-inline void widen(const BFloat16* from, float* to) {
-  for (size_t i = 0; i < kBlock; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
-    std::memcpy(&to[i], &bits, sizeof bits);
-  }
+template <class T>
+inline void store(const typename Of<T>::Vector& from, T* to) {
+  std::memcpy(to, &from, sizeof from);
 }
 
-inline void narrow(const float* from, BFloat16* to) {
-  for (size_t i = 0; i < kBlock; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, &from[i], sizeof bits);
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    const uint32_t quiet_nan = (bits >> 16) | 0x40u;  // rounding could carry NaN into infinity
-    to[i].bits = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
-  }
+inline void load(const BFloat16* from, Floats& to) {
+  float wide[Of<float>::kLanes];
+  widen_bfloat(&from->bits, wide);
+  std::memcpy(&to, wide, sizeof to);
 }
 
-inline void widen(const Float16* from, float* to) { widen_half(&from->bits, to); }
-inline void narrow(const float* from, Float16* to) { narrow_half(from, &to->bits); }
+inline void store(const Floats& from, BFloat16* to) {
+  float wide[Of<float>::kLanes];
+  std::memcpy(wide, &from, sizeof wide);
+  narrow_bfloat(wide, &to->bits);
+}
 
-// Integers wrap, as torch's do; in C++ only unsigned ones may, and 64 bits keep a product of two
-// uint16 from becoming an int that overflows.
+inline void load(const Float16* from, Floats& to) {
+  float wide[Of<float>::kLanes];
+  widen_half(&from->bits, wide);
+  std::memcpy(&to, wide, sizeof to);
+}
+
+inline void store(const Floats& from, Float16* to) {
+  float wide[Of<float>::kLanes];
+  std::memcpy(wide, &from, sizeof wide);
+  narrow_half(wide, &to->bits);
+}
+
+// Each puts `a op b` into a. Integers wrap, as torch's do; in C++ only unsigned ones may.
 struct Sum {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    if constexpr (std::is_integral_v<W>) {
+      using U = typename Of<W>::Unsigned;
+      a = (typename Of<W>::Vector)((U)a + (U)b);
     } else {
-      return a + b;
+      a = a + b;
     }
   }
 };
 struct Product {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) {
-      return static_cast<T>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    if constexpr (std::is_integral_v<W>) {
+      using U = typename Of<W>::Unsigned;
+      a = (typename Of<W>::Vector)((U)a * (U)b);
     } else {
-      return a * b;
+      a = a * b;
     }
   }
 };
 // NaN on either side wins, as in torch.minimum: a comparison with NaN is false.
 struct Min {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) return a < b ? a : b;
-    return a < b || a != a ? a : b;
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    if constexpr (std::is_integral_v<W>) {
+      a = a < b ? a : b;
+    } else {
+      a = (a < b) | (a != a) ? a : b;
+    }
   }
 };
 struct Max {
-  template <class T>
-  static T apply(T a, T b) {
-    if constexpr (std::is_integral_v<T>) return a > b ? a : b;
-    return a > b || a != a ? a : b;
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    if constexpr (std::is_integral_v<W>) {
+      a = a > b ? a : b;
+    } else {
+      a = (a > b) | (a != a) ? a : b;
+    }
   }
 };
-template <class T>
-inline T divide(T sum, int count) {
-  if constexpr (std::is_integral_v<T>) {
-    return static_cast<T>(static_cast<int64_t>(sum) / count);
-  } else {
-    return sum / static_cast<T>(count);
-  }
-}
-
 struct And {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a & b);
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    a = a & b;
   }
 };
 struct Or {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a | b);
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    a = a | b;
   }
 };
 struct Xor {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a ^ b);
+  template <class W>
+  static void apply(typename Of<W>::Vector& a, const typename Of<W>::Vector& b) {
+    a = a ^ b;
   }
 };
 
-// kBlock elements from `offset` on. The last block is partial: its elements go through padded
-// copies, so that both kinds are one code and an element's bits don't depend on where it lies.
-template <class T, class Operation, bool kPartial>
-inline void reduce_block(const ReduceArgs& args, size_t offset) {
-  using W = typename Wide<T>::type;
-  const size_t count = kPartial ? args.n - offset : kBlock;
-  T staged[kBlock] = {};
-  W sum[kBlock], next[kBlock];
-  for (int r = 0; r < args.num_sources; ++r) {
-    const T* source = static_cast<const T*>(args.sources[r]) + offset;
-    if (kPartial) {
-      std::memcpy(staged, source, count * sizeof(T));
-      source = staged;
+template <class W>
+inline void divide(typename Of<W>::Vector& sum, int count) {
+  if constexpr (std::is_integral_v<W>) {
+    for (size_t i = 0; i < Of<W>::kLanes; ++i) {
+      sum[i] = static_cast<W>(static_cast<int64_t>(sum[i]) / count);
     }
-    widen(source, r == 0 ? sum : next);
-    if (r == 0) continue;
-    for (size_t i = 0; i < kBlock; ++i) sum[i] = Operation::apply(sum[i], next[i]);
+  } else {
+    sum = sum / static_cast<W>(count);
+  }
+}
+
+// kVectors vectors from element `offset` on: as many independent chains of additions. Unrolled by
+// order: what the compiler leaves as a loop keeps the sums in memory.
+template <class T, class Operation, int kVectors>
+inline void reduce_block(const ReduceArgs& args, const T* const* sources, size_t offset, T* out,
+                         T* copy) {
+  using W = typename Wide<T>::type;
+  constexpr size_t kLanes = Of<W>::kLanes;
+  typename Of<W>::Vector sum[kVectors], next;
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) load(sources[0] + offset + v * kLanes, sum[v]);
+  for (int r = 1; r < args.num_sources; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      load(sources[r] + offset + v * kLanes, next);
+      Operation::template apply<W>(sum[v], next);
+    }
   }
   if (args.average) {
-    for (size_t i = 0; i < kBlock; ++i) sum[i] = divide(sum[i], args.num_sources);
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) divide<W>(sum[v], args.num_sources);
   }
-  narrow(sum, staged);
-  std::memcpy(static_cast<T*>(args.out) + offset, staged, count * sizeof(T));
-  if (args.copy) std::memcpy(static_cast<T*>(args.copy) + offset, staged, count * sizeof(T));
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; ++v) {
+    store(sum[v], out + v * kLanes);
+    if (copy) store(sum[v], copy + v * kLanes);
+  }
+}
+
+// The last elements, fewer than a vector: through padded copies of theirs, so that an element's
+// bits don't depend on where it lies. The sums of all sources so far are never rounded in between:
+// each source is padded in turn next to a wide accumulator.
+template <class T, class Operation>
+inline void reduce_tail(const ReduceArgs& args, const T* const* sources, size_t offset) {
+  using W = typename Wide<T>::type;
+  const size_t bytes = (args.n - offset) * sizeof(T);
+  T padded[Of<W>::kLanes] = {};
+  typename Of<W>::Vector sum, next;
+  std::memcpy(padded, sources[0] + offset, bytes);
+  load(padded, sum);
+  for (int r = 1; r < args.num_sources; ++r) {
+    std::memcpy(padded, sources[r] + offset, bytes);
+    load(padded, next);
+    Operation::template apply<W>(sum, next);
+  }
+  if (args.average) divide<W>(sum, args.num_sources);
+  store(sum, padded);
+  std::memcpy(static_cast<T*>(args.out) + offset, padded, bytes);
+  if (args.copy) std::memcpy(static_cast<T*>(args.copy) + offset, padded, bytes);
 }
 
 template <class T, class Operation>
 void reduce(const ReduceArgs& args) {
-  size_t offset = 0;
-  for (; offset + kBlock <= args.n; offset += kBlock) {
-    reduce_block<T, Operation, false>(args, offset);
+  constexpr int kVectors = 4;  // an addition takes 4 cycles and two start in each
+  constexpr size_t kLanes = Of<typename Wide<T>::type>::kLanes;
+  const T* const* const sources = reinterpret_cast<const T* const*>(args.sources);
+  T* const out = static_cast<T*>(args.out);
+  T* const copy = static_cast<T*>(args.copy);
+  size_t at = 0;
+  for (; at + kVectors * kLanes <= args.n; at += kVectors * kLanes) {
+    reduce_block<T, Operation, kVectors>(args, sources, at, out + at, copy ? copy + at : nullptr);
   }
-  if (offset < args.n) reduce_block<T, Operation, true>(args, offset);
+  for (; at + kLanes <= args.n; at += kLanes) {
+    reduce_block<T, Operation, 1>(args, sources, at, out + at, copy ? copy + at : nullptr);
+  }
+  if (at < args.n) reduce_tail<T, Operation>(args, sources, at);
 }
 
 template <class T>

@@ -45,12 +45,38 @@ uint16_t float_to_half(float value) {
   return static_cast<uint16_t>(sign | ((rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13));
 }
 
+float bfloat_to_float(uint16_t bfloat) {
+  const uint32_t bits = static_cast<uint32_t>(bfloat) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+uint16_t float_to_bfloat(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const uint32_t quiet_nan = (bits >> 16) | 0x40u;  // rounding could carry NaN into infinity
+  return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
+}
+
+constexpr size_t kVectorBytes = 16;  // what every 64-bit CPU has
+constexpr int kFloats = kVectorBytes / sizeof(float);
+
 inline void widen_half(const uint16_t* from, float* to) {
-  for (int i = 0; i < 64; ++i) to[i] = half_to_float(from[i]);
+  for (int i = 0; i < kFloats; ++i) to[i] = half_to_float(from[i]);
 }
 
 inline void narrow_half(const float* from, uint16_t* to) {
-  for (int i = 0; i < 64; ++i) to[i] = float_to_half(from[i]);
+  for (int i = 0; i < kFloats; ++i) to[i] = float_to_half(from[i]);
+}
+
+inline void widen_bfloat(const uint16_t* from, float* to) {
+  for (int i = 0; i < kFloats; ++i) to[i] = bfloat_to_float(from[i]);
+}
+
+inline void narrow_bfloat(const float* from, uint16_t* to) {
+  for (int i = 0; i < kFloats; ++i) to[i] = float_to_bfloat(from[i]);
 }
 
 #include "shm/reduce-inl.h"
