@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mcp_kernels.shm.local import ANY_RANK, LocalComm
 from mcp_kernels.shm.rendezvous import Place
-from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, written
+from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, put_back
 from mcp_kernels.shm.work import TransferWork
 
 _Red: Any = dist.ReduceOp.RedOpType
@@ -129,22 +129,24 @@ class HostsComm:
 
     def all_gather_packed(self, packed: Tensor, x: Tensor) -> None:
         """Each rank's ``x`` [...] into its row of ``packed`` [W, ...]."""
-        with written([packed]) as (y,):
-            self.all_gather(list(y.view(self.world, -1)), x)
+        y = dense(packed)
+        self.all_gather(list(y.view(self.world, -1)), x)
+        put_back([packed], [y])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Rank ``root``'s ``x`` into everyone's."""
         check_tensor("broadcast", x)
         source = next(host for host, ranks in enumerate(self._place.hosts) if root in ranks)
-        with written([x]) as (y,):
-            if self._place.host == source:
-                self._local.broadcast(y, self._place.local_ranks.index(root))
-            if self._leaders is not None:
-                options = dist.BroadcastOptions()
-                options.rootRank = source
-                self._leaders.broadcast([y], options).wait()
-            if self._place.host != source:
-                self._local.broadcast(y, 0)
+        y = dense(x)
+        if self._place.host == source:
+            self._local.broadcast(y, self._place.local_ranks.index(root))
+        if self._leaders is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._leaders.broadcast([y], options).wait()
+        if self._place.host != source:
+            self._local.broadcast(y, 0)
+        put_back([x], [y])
 
     def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
         """``ins[p]`` goes to rank p, ``outs[p]`` comes from it; sizes may differ."""
@@ -161,17 +163,19 @@ class HostsComm:
         """Row p of rank ``root`` into ``out`` of rank p; ``rows`` is empty elsewhere."""
         options = dist.ScatterOptions()
         options.rootRank = root
-        with written([out]) as (y,):
-            inputs = [[dense(row) for row in rows]] if self.rank == root else []
-            self._flat.scatter([y], inputs, options).wait()
+        y = dense(out)
+        inputs = [[dense(row) for row in rows]] if self.rank == root else []
+        self._flat.scatter([y], inputs, options).wait()
+        put_back([out], [y])
 
     def gather(self, rows: Sequence[Tensor], x: Tensor, root: int) -> None:
         """Rank p's ``x`` into row p of rank ``root``; ``rows`` is empty elsewhere."""
         options = dist.GatherOptions()
         options.rootRank = root
-        with written(rows) as outs:
-            outputs = [outs] if self.rank == root else []
-            self._flat.gather(outputs, [dense(x)], options).wait()
+        outs = [dense(row) for row in rows]
+        outputs = [outs] if self.rank == root else []
+        self._flat.gather(outputs, [dense(x)], options).wait()
+        put_back(rows, outs)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -192,7 +196,7 @@ class HostsComm:
             work = self._flat.recv_anysource([target], tag)
         else:
             work = self._flat.recv([target], peer, tag)
-        in_place = target.data_ptr() == x.data_ptr()
+        in_place = target is x
         finish = None if in_place else lambda: x.detach().copy_(target)
         return TransferWork(_GlooTransfer(work, peer), x, finish)
 

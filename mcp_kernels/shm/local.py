@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, num_elements, written
+from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, num_elements, put_back
 from mcp_kernels.shm.work import TransferWork
 
 if TYPE_CHECKING:
@@ -34,73 +34,82 @@ class LocalComm:
             self.group.all_reduce(at, at, x.numel(), kind, reduction, average)
             return
         check_tensor("all_reduce", x)
-        with written([x]) as (y,):
-            at = y.data_ptr()
-            self.group.all_reduce(at, at, num_elements(y), kind, reduction, average)
+        y = dense(x)
+        at = y.data_ptr()
+        self.group.all_reduce(at, at, num_elements(y), kind, reduction, average)
+        put_back([x], [y])
 
     def reduce(self, x: Tensor, reduce_op: Any, root: int) -> None:
         """Reduce ``x`` into rank ``root``'s, in place; others keep theirs."""
         kind, reduction, average = kind_of_reduction("reduce", x.dtype, reduce_op)
         check_tensor("reduce", x)
-        with written([x]) as (y,):
-            at = y.data_ptr()
-            self.group.reduce(at, at, num_elements(y), kind, reduction, average, root)
+        y = dense(x)
+        at = y.data_ptr()
+        self.group.reduce(at, at, num_elements(y), kind, reduction, average, root)
+        put_back([x], [y])
 
     def reduce_scatter(self, out: Tensor, packed: Tensor, reduce_op: Any) -> None:
         """Row r of the ranks' ``packed`` [W, ...], reduced, into ``out`` [...] of rank r."""
         kind, reduction, average = kind_of_reduction("reduce_scatter", out.dtype, reduce_op)
         check_tensor("reduce_scatter", out)
         source = dense(packed)
-        with written([out]) as (y,):
-            self.group.reduce_scatter(
-                source.data_ptr(), y.data_ptr(), num_elements(y), kind, reduction, average
-            )
+        y = dense(out)
+        self.group.reduce_scatter(
+            source.data_ptr(), y.data_ptr(), num_elements(y), kind, reduction, average
+        )
+        put_back([out], [y])
 
     def all_gather(self, rows: Sequence[Tensor], x: Tensor) -> None:
         """Each rank's ``x`` into that rank's place in ``rows``."""
         source = dense(x)
-        with written(rows) as outs:
-            places = [row.data_ptr() for row in outs]
-            self.group.all_gather(source.data_ptr(), places, source.nbytes)
+        outs = [dense(row) for row in rows]
+        places = [row.data_ptr() for row in outs]
+        self.group.all_gather(source.data_ptr(), places, source.nbytes)
+        put_back(rows, outs)
 
     def all_gather_packed(self, packed: Tensor, x: Tensor) -> None:
         """Each rank's ``x`` [...] into its row of ``packed`` [W, ...]."""
         source = dense(x)
-        with written([packed]) as (y,):
-            at, row = y.data_ptr(), source.nbytes
-            places = [at + row * rank for rank in range(self.world)]
-            self.group.all_gather(source.data_ptr(), places, row)
+        y = dense(packed)
+        at, row = y.data_ptr(), source.nbytes
+        places = [at + row * rank for rank in range(self.world)]
+        self.group.all_gather(source.data_ptr(), places, row)
+        put_back([packed], [y])
 
     def broadcast(self, x: Tensor, root: int) -> None:
         """Rank ``root``'s ``x`` into everyone's."""
         check_tensor("broadcast", x)
-        with written([x]) as (y,):
-            self.group.broadcast(y.data_ptr(), y.nbytes, root)
+        y = dense(x)
+        self.group.broadcast(y.data_ptr(), y.nbytes, root)
+        put_back([x], [y])
 
     def all_to_all(self, outs: Sequence[Tensor], ins: Sequence[Tensor]) -> None:
         """``ins[p]`` goes to rank p, ``outs[p]`` comes from it; sizes may differ."""
         sources = [dense(x) for x in ins]
-        with written(outs) as targets:
-            self.group.all_to_all(
-                [x.data_ptr() for x in sources],
-                [x.nbytes for x in sources],
-                [x.data_ptr() for x in targets],
-                [x.nbytes for x in targets],
-            )
+        targets = [dense(row) for row in outs]
+        self.group.all_to_all(
+            [x.data_ptr() for x in sources],
+            [x.nbytes for x in sources],
+            [x.data_ptr() for x in targets],
+            [x.nbytes for x in targets],
+        )
+        put_back(outs, targets)
 
     def scatter(self, out: Tensor, rows: Sequence[Tensor], root: int) -> None:
         """Row p of rank ``root`` into ``out`` of rank p; ``rows`` is empty elsewhere."""
         sources = [dense(row) for row in rows]
-        with written([out]) as (y,):
-            places = [row.data_ptr() for row in sources]
-            self.group.scatter(places, y.data_ptr(), y.nbytes, root)
+        y = dense(out)
+        places = [row.data_ptr() for row in sources]
+        self.group.scatter(places, y.data_ptr(), y.nbytes, root)
+        put_back([out], [y])
 
     def gather(self, rows: Sequence[Tensor], x: Tensor, root: int) -> None:
         """Rank p's ``x`` into row p of rank ``root``; ``rows`` is empty elsewhere."""
         source = dense(x)
-        with written(rows) as outs:
-            places = [row.data_ptr() for row in outs]
-            self.group.gather(source.data_ptr(), places, source.nbytes, root)
+        outs = [dense(row) for row in rows]
+        places = [row.data_ptr() for row in outs]
+        self.group.gather(source.data_ptr(), places, source.nbytes, root)
+        put_back(rows, outs)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -118,7 +127,7 @@ class LocalComm:
         check_tensor("recv", x)
         target = dense(x)
         transfer = self.group.receive(target.data_ptr(), target.nbytes, peer, tag)
-        in_place = target.data_ptr() == x.data_ptr()
+        in_place = target is x
         return self._keep(TransferWork(transfer, x, None if in_place else lambda: _put(x, target)))
 
     def _keep(self, work: TransferWork) -> TransferWork:

@@ -107,7 +107,7 @@ def join_host_group(
         group.connect(names)
     except BaseException:
         # This rank's own, even while the error keeps the group alive; those of ranks that live, who
-        # fail too or are about to; those of ranks that died on the way, which nobody may have heard.
+        # fail too or are about to; those of ranks that died on the way before they told a name.
         known = [text for text in names if not text.startswith(_FAILED)]
         _shm.Group.remove([group.segment_name, *known])
         _shm.remove_orphans()

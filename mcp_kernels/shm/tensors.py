@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -122,18 +121,14 @@ def check_like(op: str, name: str, x: Tensor, numel: int, dtype: torch.dtype) ->
 
 def dense(x: Tensor) -> Tensor:
     """``x`` with its elements in order in memory: itself, or a copy."""
-    x = x.detach()
-    if x.is_conj() or x.is_neg():
-        x = x.resolve_conj().resolve_neg()
-    return x.contiguous()
+    if x.is_contiguous() and not x.is_conj() and not x.is_neg():
+        return x
+    return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
-@contextmanager
-def written(targets: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Contiguous tensors to write to; what is written reaches ``targets`` at the end."""
-    staged = [dense(x) for x in targets]
-    yield staged
-    with torch.no_grad():
-        for target, source in zip(targets, staged, strict=True):
-            if source.data_ptr() != target.data_ptr():
+def put_back(targets: Sequence[Tensor], staged: Sequence[Tensor]) -> None:
+    """Copy what was written to ``dense`` stand-ins of ``targets`` to where it belongs."""
+    for target, source in zip(targets, staged, strict=True):
+        if source is not target:
+            with torch.no_grad():
                 target.detach().copy_(source)
