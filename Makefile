@@ -16,7 +16,7 @@ TRAIN_FLAGS = --preset tiny --dp 2 --tp 2 --pp 2
 # A run folder that holds a run is refused, so each make train takes the next free number.
 RUN_DIR ?= $(shell n=1; while [ -e runs/tiny-$$n ]; do n=$$((n + 1)); done; echo runs/tiny-$$n)
 
-.PHONY: train test test-slow bench check format clean
+.PHONY: train test test-slow bench check format clean gpu-check cubins
 
 train: $(NEEDS)
 	@run_dir="$(RUN_DIR)" && \
@@ -32,6 +32,14 @@ test-slow: $(NEEDS_DEV)
 bench: $(NEEDS_DEV)
 	$(BIN)/python -m pytest bench -q --benchmark-enable --benchmark-only \
 		--benchmark-columns=min,median,iqr,rounds
+
+# On a GPU machine: correctness and speed of every kernel there, written to gpu_report.json.
+gpu-check: $(NEEDS)
+	$(BIN)/python -m mcp_kernels.gpu_check
+
+# Anywhere: registers, shared memory and spills of the Triton kernels on sm_80 and sm_90.
+cubins: $(NEEDS_DEV)
+	$(BIN)/python -m mcp_kernels.triton.flash_attn_resources
 
 SOURCES = mcp_kernels mcp_parallel tests bench _backend setup.py
 CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh \

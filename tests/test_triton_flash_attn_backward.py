@@ -118,6 +118,16 @@ def test_dropout(p: float) -> None:
 @pytest.mark.parametrize("kwargs", [{}, {"causal": True}], ids=str)
 def test_narrow_types(dtype: torch.dtype, kwargs: dict[str, Any]) -> None:
     args = op_args(Case("narrow", sizes=(1, 96, 96, 4, 2, 40, 64), kwargs=kwargs), dtype)
+    _assert_narrow_close(args)
+
+
+def test_wide_heads_take_a_pass_for_each_of_dk_and_dv() -> None:
+    case = Case("wide", sizes=(1, 60, 70, 2, 1, 100, 128), kwargs={"causal": True})
+    _assert_narrow_close(op_args(case, torch.bfloat16, dropout_p=0.2))
+
+
+def _assert_narrow_close(args: tuple[Any, ...]) -> None:
+    dtype = args[0].dtype
     with tiles_of(32, 32):
         got, wanted = _gradients(args, has_dlse=False)
     for name, actual, expected in zip(NAMES[:3], got, wanted, strict=False):

@@ -1,7 +1,7 @@
 """Compile a Triton launch for a GPU that is not there, and read what it would use of one.
 
 A launch compiled here is the one that a GPU would run: types, alignment and constants come from its
-arguments by Triton's own rules. Registers, shared memory and spills come from ptxas.
+arguments by Triton's own rules. Registers and spills are read off the compiled object.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from mcp_kernels.triton.flash_attn_launch import Launch
@@ -41,7 +41,7 @@ class Resources:
     registers: int
     """32-bit registers a thread."""
     spill_bytes: int
-    """Bytes a thread that go through local memory for want of registers, stores and loads."""
+    """Bytes of stack a thread, where values go for want of registers."""
     shared_bytes: int
     """Shared memory of a program."""
     has_wgmma: bool
@@ -52,7 +52,7 @@ def compile_launch(launch: Launch, arch: int) -> Resources:
     """Compile ``launch`` for compute capability ``arch`` (80, 90).
 
     Raises:
-        RuntimeError: ptxas refuses what Triton made.
+        RuntimeError: the compiled object does not say what it takes.
     """
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
@@ -65,10 +65,10 @@ def compile_launch(launch: Launch, arch: int) -> Resources:
             continue
         signature[name] = _signature(given[name], (index,), constants, attributes)
     source = ASTSource(launch.kernel, signature, constants, attributes)
-    options = {"num_warps": launch.tile.num_warps, "num_stages": launch.tile.num_stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    ptx: Any = compiled.asm["ptx"]
-    return _resources(ptx, arch, compiled.metadata.shared)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=launch.options())
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    return _resources(cubin, ptx, compiled.metadata.shared)
 
 
 def _signature(
@@ -92,22 +92,14 @@ def _signature(
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _resources(ptx: str, arch: int, shared_bytes: int) -> Resources:
-    suffix = "a" if arch >= 90 else ""
+def _resources(cubin: bytes, ptx: str, shared_bytes: int) -> Resources:
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [
-            *(get_ptxas(arch).path, "-v", "--fmad=true", f"--gpu-name=sm_{arch}{suffix}"),
-            *(str(source), "-o", str(Path(folder, "kernel.cubin"))),
-        ]
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    if answer.returncode != 0:
-        raise RuntimeError(f"compile_launch: ptxas must accept the kernel, got {answer.stderr}")
-    registers = re.search(r"Used (\d+) registers", answer.stderr)
-    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", answer.stderr)
-    if registers is None or not spills:
-        raise RuntimeError(f"compile_launch: ptxas must report registers, got {answer.stderr}")
-    return Resources(
-        int(registers[1]), sum(map(int, spills)), shared_bytes, "wgmma.mma_async" in ptx
-    )
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    if found is None:
+        raise RuntimeError(f"compile_launch: cuobjdump must report registers, got {report!r}")
+    registers, spill_bytes = map(int, found.groups())
+    return Resources(registers, spill_bytes, shared_bytes, "wgmma.mma_async" in ptx)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcp_kernels.triton.flash_attn_backward_bias import bias_gradient_launch
-from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launch
+from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launches
 from mcp_kernels.triton.flash_attn_backward_queries import query_gradients_launch
 from mcp_kernels.triton.flash_attn_config import Tile
 from mcp_kernels.triton.flash_attn_launch import (
@@ -49,8 +49,7 @@ def _flash_attn_delta_kernel(
     do = load_tile(do_ptrs, rows, num_rows, dims, E, True).to(tl.float32)
     out_ptrs = tile_pointers(out_ptr, out_strides, b, zero, head, rows, dims)
     out = load_tile(out_ptrs, rows, num_rows, dims, E, True).to(tl.float32)
-    # A row that saw no key has out = 0, and nothing of its dO, NaN included, counts.
-    delta = tl.sum(tl.where(out == 0.0, 0.0, do * out), 1)
+    delta = tl.sum(do * out, 1)
     lse_row = b.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1]
     stored = rows < num_rows
     if HAS_DLSE:
@@ -106,7 +105,8 @@ def run_backward(
         torch.empty(t.shape, dtype=t.dtype, device=device)
         for t in (problem.q, problem.k, problem.v)
     )
-    key_gradients_launch(problem, dout, lse, delta, dk, dv).run(device)
+    for launch in key_gradients_launches(problem, dout, lse, delta, dk, dv):
+        launch.run(device)
     query_gradients_launch(problem, dout, lse, delta, dq).run(device)
     dbias = torch.empty(0, dtype=problem.q.dtype, device=device)
     if needs_dbias and problem.bias is not None:

@@ -93,7 +93,7 @@ def _flash_attn_bwd_bias_kernel(
             slope = slope.to(tl.float32) * (1.0 if BIAS == FLOAT_BIAS else LOG2E)
         inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
         s = dot(q, tl.trans(k), PRECISION)
-        s, _, visible = finish_scores(
+        s, _squashed, visible = finish_scores(
             s, (rows + offset)[:, None], keys[None, :], inside, window, scales, bias_ptrs, slope,
             True, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI,
         )  # fmt: skip

@@ -11,6 +11,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.2. Letters: see ``flash_attn_s
 """
 
 # ruff: noqa: ANN001, ANN202, PLR0913
+# pyright: reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 
@@ -30,8 +31,8 @@ from mcp_kernels.triton.flash_attn_scores import (
     dot_add,
     dropout_keep,
     finish_scores,
-    finite_rows,
     load_base,
+    load_rows,
     load_tile,
     narrow,
     probabilities,
@@ -50,13 +51,23 @@ def _walk_rows(
     keep_from, keep_factor, dims, value_dims,
     MASKED: tl.constexpr, D: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+    ALIBI: tl.constexpr, DROPOUT: tl.constexpr, PRECISION: tl.constexpr, WANT_DK: tl.constexpr,
+    WANT_DV: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows lo..hi of one head give to dk and dv."""
     for start in range(lo, hi, M):
         rows = start + tl.arange(0, M)
         step = tl.cast(start, tl.int64)
-        q = load_tile(q_ptrs + step * q_step, rows, num_rows, dims, D, MASKED)
+        base = load_base(lse_row, rows, num_rows, BIAS)
+        delta = tl.load(delta_row + rows, mask=rows < num_rows, other=0.0)
+        if MASKED:
+            # A hidden pair has probability 0, and 0 * NaN is NaN. A row with NaN or infinity in q
+            # or dO has it in lse or delta, too: it is left out, and is NaN to the keys it sees.
+            is_good = (tl.abs(base) < float("inf")) & (tl.abs(delta) < float("inf"))
+            base = tl.where(tl.abs(delta) < float("inf"), base, float("nan"))
+            q = load_rows(q_ptrs + step * q_step, is_good, dims, D)
+        else:
+            q = load_tile(q_ptrs + step * q_step, rows, num_rows, dims, D, True)
         s = dot(k, tl.trans(q), PRECISION)  # [N, M]
         inside = (keys < num_keys)[:, None] & (rows < num_rows)[None, :]
         bias_ptrs = bias_head
@@ -67,25 +78,26 @@ def _walk_rows(
             s, (rows + offset)[None, :], keys[:, None], inside, window, scales, bias_ptrs, slope,
             MASKED, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI,
         )  # fmt: skip
-        base = load_base(lse_row, rows, num_rows, BIAS)
         p = probabilities(s, base[None, :], visible, MASKED, BIAS)
-        do = load_tile(do_ptrs + step * do_step, rows, num_rows, value_dims, E, MASKED)
-        dp = dot(v, tl.trans(do), PRECISION)
-        dropped = p
+        if MASKED:
+            do = load_rows(do_ptrs + step * do_step, is_good, value_dims, E)
+        else:
+            do = load_tile(do_ptrs + step * do_step, rows, num_rows, value_dims, E, True)
         if DROPOUT:
             keep = tl.trans(dropout_keep(rng_ptr, lane, rows[:, None], first_key, keep_from, M, N))
-            dropped = tl.where(keep, p * keep_factor, 0.0)
-            dp = tl.where(keep, dp * keep_factor, 0.0)
-        if MASKED:
-            do, is_good = finite_rows(do)
-            dropped = tl.where(visible & ~is_good[None, :], float("nan"), dropped)
-            q, _ = finite_rows(q)
-        dv = dot_add(narrow(dropped, do.dtype, PRECISION), do, dv, PRECISION)
-        delta = tl.load(delta_row + rows, mask=rows < num_rows, other=0.0)
-        ds = score_gradients(p, dp, delta[None, :], visible, MASKED)
-        if SOFTCAP:
-            ds *= 1.0 - squashed * squashed
-        dk = dot_add(narrow(ds, q.dtype, PRECISION), q, dk, PRECISION)
+        if WANT_DV:
+            dropped = p
+            if DROPOUT:
+                dropped = tl.where(keep, p * keep_factor, 0.0)
+            dv = dot_add(narrow(dropped, do.dtype, PRECISION), do, dv, PRECISION)
+        if WANT_DK:
+            dp = dot(v, tl.trans(do), PRECISION)
+            if DROPOUT:
+                dp = tl.where(keep, dp * keep_factor, 0.0)
+            ds = score_gradients(p, dp, delta[None, :], visible, MASKED)
+            if SOFTCAP:
+                ds *= 1.0 - squashed * squashed
+            dk = dot_add(narrow(ds, q.dtype, PRECISION), q, dk, PRECISION)
     return dk, dv
 
 
@@ -101,6 +113,7 @@ def _flash_attn_bwd_keys_kernel(
     M: tl.constexpr, N: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
+    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first keys are seen by the most rows: their tiles go first as it is.
     b, kv_head, tile = tile_of(
@@ -130,9 +143,7 @@ def _flash_attn_bwd_keys_kernel(
 
     last = tl.minimum(first + N, num_keys) - 1
     lo, full_lo, full_hi, hi = row_range(first, last, offset, num_rows, window, M, LEFT, RIGHT)
-    if first + N > num_keys:  # keys past the end have to be masked whatever the rows
-        full_lo = lo
-        full_hi = lo
+    # Keys past the end need no mask: what they get is in rows of dK and dV that are not stored.
     for member in range(group):
         head = kv_head * group + member
         lane = b * 65536 + head
@@ -156,23 +167,24 @@ def _flash_attn_bwd_keys_kernel(
                     delta_ptr + row_values, lo, tl.minimum(full_lo, hi), keys, offset, num_rows,
                     num_keys, window, scales, bias_head, bias_strides, slope, rng_ptr, lane, first,
                     keep_from, keep_factor, dims, value_dims, True, D, E, M, N, LEFT, RIGHT, BIAS,
-                    SOFTCAP, ALIBI, DROPOUT, PRECISION,
+                    SOFTCAP, ALIBI, DROPOUT, PRECISION, WANT_DK, WANT_DV,
                 )  # fmt: skip
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_ptrs, do_ptrs, q_step, do_step, lse_ptr + row_values,
                 delta_ptr + row_values, full_lo, full_hi, keys, offset, num_rows, num_keys, window,
                 scales, bias_head, bias_strides, slope, rng_ptr, lane, first, keep_from,
                 keep_factor, dims, value_dims, False, D, E, M, N, LEFT, RIGHT, BIAS, SOFTCAP,
-                ALIBI, DROPOUT, PRECISION,
+                ALIBI, DROPOUT, PRECISION, WANT_DK, WANT_DV,
             )  # fmt: skip
-        else:
-            full_hi = lo
-        dk, dv = _walk_rows(
-            dk, dv, k, v, q_ptrs, do_ptrs, q_step, do_step, lse_ptr + row_values,
-            delta_ptr + row_values, full_hi, hi, keys, offset, num_rows, num_keys, window, scales,
-            bias_head, bias_strides, slope, rng_ptr, lane, first, keep_from, keep_factor, dims,
-            value_dims, True, D, E, M, N, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI, DROPOUT, PRECISION,
-        )  # fmt: skip
+        if LEFT or BIAS != NO_BIAS:
+            masked_lo = full_hi if BIAS == NO_BIAS else lo
+            dk, dv = _walk_rows(
+                dk, dv, k, v, q_ptrs, do_ptrs, q_step, do_step, lse_ptr + row_values,
+                delta_ptr + row_values, masked_lo, hi, keys, offset, num_rows, num_keys, window,
+                scales, bias_head, bias_strides, slope, rng_ptr, lane, first, keep_from,
+                keep_factor, dims, value_dims, True, D, E, M, N, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI,
+                DROPOUT, PRECISION, WANT_DK, WANT_DV,
+            )  # fmt: skip
 
     dk *= gradient_scale
     dk_ptrs = tile_pointers(dk_ptr, dk_strides, b, key_base + first, kv_head, size, dims)
@@ -180,14 +192,21 @@ def _flash_attn_bwd_keys_kernel(
     stored = (keys < num_keys)[:, None]
     dk = narrow(dk, dk_ptr.dtype.element_ty, PRECISION)
     dv = narrow(dv, dv_ptr.dtype.element_ty, PRECISION)
-    tl.store(dk_ptrs, dk, mask=stored & (dims < D)[None, :])
-    tl.store(dv_ptrs, dv, mask=stored & (value_dims < E)[None, :])
+    if WANT_DK:
+        tl.store(dk_ptrs, dk, mask=stored & (dims < D)[None, :])
+    if WANT_DV:
+        tl.store(dv_ptrs, dv, mask=stored & (value_dims < E)[None, :])
 
 
-def key_gradients_launch(
+# 16-bit types at this width hold k and v as operands in registers, 64 a thread, beside 128 of dK
+# and dV: more than there are. Each of the two on its own fits, for one product more.
+_WIDTH_OF_TWO_PASSES = 128
+
+
+def key_gradients_launches(
     problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor
-) -> Launch:
-    """How ``dk`` and ``dv`` (as k and v, contiguous) are filled."""
+) -> list[Launch]:
+    """How ``dk`` and ``dv`` (as k and v, contiguous) are filled: in one pass, or one for each."""
     wish = config.key_gradient_tile(
         problem.width, problem.q.element_size(), problem.is_plain, problem.chip
     )
@@ -215,4 +234,15 @@ def key_gradients_launch(
     }
     constants = {**problem.constants(), "M": tile.rows, "N": tile.keys}
     programs = num_tiles * problem.kv_heads * problem.batch if dk.numel() + dv.numel() else 0
-    return Launch(_flash_attn_bwd_keys_kernel, programs, args, constants, tile)
+    has_two = problem.width >= _WIDTH_OF_TWO_PASSES and problem.q.element_size() == 2
+    passes = [(False, True), (True, False)] if has_two else [(True, True)]
+    return [
+        Launch(
+            _flash_attn_bwd_keys_kernel,
+            programs,
+            args,
+            {**constants, "WANT_DK": wants_dk, "WANT_DV": wants_dv},
+            tile,
+        )
+        for wants_dk, wants_dv in passes
+    ]

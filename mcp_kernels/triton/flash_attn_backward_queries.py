@@ -9,6 +9,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.2. Letters: see ``flash_attn_s
 """
 
 # ruff: noqa: ANN001, ANN202, PLR0913
+# pyright: reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportIndexIssue=false
 
@@ -31,6 +32,7 @@ from mcp_kernels.triton.flash_attn_scores import (
     finite_rows,
     key_range,
     load_base,
+    load_rows,
     load_tile,
     narrow,
     probabilities,
@@ -54,7 +56,11 @@ def _walk_keys(
     for start in range(lo, hi, N):
         keys = start + tl.arange(0, N)
         step = tl.cast(start, tl.int64)
-        k = load_tile(k_ptrs + step * k_step, keys, num_keys, dims, D, MASKED)
+        if MASKED:
+            k_good = finite_rows(k_ptrs + step * k_step, keys, num_keys, dims, D)
+            k = load_rows(k_ptrs + step * k_step, k_good, dims, D)
+        else:
+            k = load_tile(k_ptrs + step * k_step, keys, num_keys, dims, D, False)
         s = dot(q, tl.trans(k), PRECISION)
         inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
         bias_ptrs = bias_row
@@ -75,7 +81,7 @@ def _walk_keys(
         if SOFTCAP:
             ds *= 1.0 - squashed * squashed
         if MASKED:
-            k, _ = finite_rows(k)
+            ds = tl.where(visible & ~k_good[None, :], float("nan"), ds)
         dq = dot_add(narrow(ds, k.dtype, PRECISION), k, dq, PRECISION)
     return dq
 

@@ -72,10 +72,12 @@ def forward_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> 
         # No matrix unit multiplies float32 exactly: products are FMAs on operands in registers.
         wish = Tile(32, 32, 4, 1) if width <= 128 else Tile(16, 32, 4, 1)
     elif width <= 64:
-        # 128 x 128 scores over 256 threads are 64 registers, as is the output at width 128.
-        wish = Tile(128, 128 if is_plain else 64, 8 if is_plain or chip.has_wgmma else 4, 3)
+        # 128 x 128 scores over 256 threads are 64 registers beside 32 of the output; with mma.sync
+        # (sm_80) operands go through registers too, and half of it has to do.
+        wish = Tile(128, 128 if is_plain and chip.has_wgmma else 64, 8, 3)
     elif width <= 128:
-        wish = Tile(128, 128 if is_plain and chip.has_wgmma else 64, 8, 3 if chip.has_wgmma else 2)
+        # 64 registers of output leave room for 128 x 64 scores with wgmma, 64 x 64 without.
+        wish = Tile(128 if chip.has_wgmma else 64, 64, 8, 3 if chip.has_wgmma else 2)
     else:
         # The output alone is 128 registers a thread.
         wish = Tile(128, 64 if chip.has_wgmma else 32, 8, 2)
@@ -87,12 +89,10 @@ def key_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip
     """Tile of the dK, dV kernel: keys stay, rows are walked over."""
     if element_bytes == 4:
         wish = Tile(16, 32, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    elif width <= 64:
-        # dK and dV of 128 keys are 64 registers, two 128 x 64 score tiles another 64.
-        wish = Tile(64 if is_plain else 32, 128, 8, 2)
     elif width <= 128:
-        # dK and dV of 128 keys are 128 registers a thread: scores get what is left.
-        wish = Tile(64, 128, 8, 2) if is_plain and chip.has_wgmma else Tile(32, 128, 8, 2)
+        # At 64: dK and dV of 128 keys are 64 registers, k and v as operands 32. At 128 each of dK
+        # and dV has a pass of its own. What is left takes scores of 32 rows, not of 64.
+        wish = Tile(32, 128, 8, 2 if width <= 64 or chip.has_wgmma else 1)
     else:
         wish = Tile(32, 64, 8, 1)
     held = 2 * wish.keys * width * element_bytes
@@ -104,8 +104,10 @@ def query_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Ch
     if element_bytes == 4:
         wish = Tile(32, 16, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
     elif width <= 128:
-        # Scores and their gradients of 128 x 64 are 64 registers, dQ of width 128 is another 64.
-        wish = Tile(128, 64 if is_plain else 32, 8, 2)
+        # Scores and their gradients of 128 x 64 are 64 registers, dQ of width 128 is another 64;
+        # without wgmma the operands q and dO of width 128 take what 64 of the rows would.
+        rows = 128 if width <= 64 or chip.has_wgmma else 64
+        wish = Tile(rows, 64 if is_plain else 32, 8, 2)
     else:
         wish = Tile(64, 32, 8, 1)
     held = 2 * wish.rows * width * element_bytes

@@ -33,7 +33,6 @@ from mcp_kernels.triton.flash_attn_scores import (
     dot,
     dot_add,
     finish_scores,
-    finite_rows,
     key_range,
     load_tile,
     narrow,
@@ -87,7 +86,9 @@ def _flash_attn_decode_kernel(
 
     first_row = tile * M // group
     last_row = tl.minimum(tile * M + M, num_rows * group) - 1
-    lo, _, _, hi = key_range(first_row, last_row // group, offset, num_keys, window, N, LEFT, RIGHT)
+    lo, _full_lo, _full_hi, hi = key_range(
+        first_row, last_row // group, offset, num_keys, window, N, LEFT, RIGHT
+    )
     tiles_each = tl.cdiv(tl.cdiv(tl.maximum(hi - lo, 0), N), num_splits)
     lo += split * tiles_each * N
     hi = tl.minimum(hi, lo + tiles_each * N)
@@ -113,7 +114,7 @@ def _flash_attn_decode_kernel(
         k = tl.load(k_rows[:, None] + dims[None, :], mask=k_mask, other=0.0)
         s = dot(q, tl.trans(k), PRECISION)
         inside = in_tile[:, None] & is_key[None, :]
-        s, _, visible = finish_scores(
+        s, _squashed, visible = finish_scores(
             s, diagonal[:, None], keys[None, :], inside, window, scales, q_ptr, slope,
             True, LEFT, RIGHT, NO_BIAS, SOFTCAP, ALIBI,
         )  # fmt: skip
@@ -128,7 +129,10 @@ def _flash_attn_decode_kernel(
         v_rows += kv_head.to(tl.int64) * v_strides[2]
         v_mask = is_found[:, None] & (value_dims < E)[None, :]
         v = tl.load(v_rows[:, None] + value_dims[None, :], mask=v_mask, other=0.0)
-        v, is_good = finite_rows(v)
+        # A hidden pair has probability 0, and 0 * NaN is NaN.
+        is_finite = tl.abs(v.to(tl.float32)) < float("inf")
+        is_good = tl.min(is_finite.to(tl.int32), 1) != 0
+        v = tl.where(is_finite, v, 0.0).to(v.dtype)
         p = tl.where(visible & ~is_good[None, :], float("nan"), p)
         o = dot_add(narrow(p, v.dtype, PRECISION), v, o * decay[:, None], PRECISION)
         m = new_m

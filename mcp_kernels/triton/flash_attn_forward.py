@@ -12,6 +12,7 @@ Source: Dao, "FlashAttention-2" (2023), section 3.1. Letters: see ``flash_attn_s
 """
 
 # ruff: noqa: ANN001, ANN202, E741, PLR0913, SIM108
+# pyright: reportPossiblyUnboundVariable=false
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false, reportIndexIssue=false
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from mcp_kernels.triton.flash_attn_scores import (
     finish_scores,
     finite_rows,
     key_range,
+    load_rows,
     load_tile,
     narrow,
     sequence,
@@ -55,6 +57,8 @@ def _attend(
     for start in range(lo, hi, N):
         keys = start + tl.arange(0, N)
         step = tl.cast(start, tl.int64)
+        if MASKED:
+            v_good = finite_rows(v_ptrs + step * v_step, keys, num_keys, value_dims, E)
         k = load_tile(k_ptrs + step * k_step, keys, num_keys, dims, D, MASKED)
         s = dot(q, tl.trans(k), PRECISION)
         inside = (rows < num_rows)[:, None] & (keys < num_keys)[None, :]
@@ -72,7 +76,7 @@ def _attend(
             bias_ptrs = bias_row
             if BIAS != NO_BIAS:
                 bias_ptrs = bias_row[:, None] + keys.to(tl.int64)[None, :] * bias_key_stride
-            s, _, visible = finish_scores(
+            s, _squashed, visible = finish_scores(
                 s, diagonal[:, None], keys[None, :], inside, window, scales, bias_ptrs, slope,
                 MASKED, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI,
             )  # fmt: skip
@@ -88,10 +92,11 @@ def _attend(
         if DROPOUT:
             keep = dropout_keep(rng_ptr, lane, rows[:, None], start, keep_from, M, N)
             p = tl.where(keep, p, 0.0)
-        v = load_tile(v_ptrs + step * v_step, keys, num_keys, value_dims, E, MASKED)
         if MASKED:
-            v, is_good = finite_rows(v)
-            p = tl.where(visible & ~is_good[None, :], float("nan"), p)
+            v = load_rows(v_ptrs + step * v_step, v_good, value_dims, E)
+            p = tl.where(visible & ~v_good[None, :], float("nan"), p)
+        else:
+            v = load_tile(v_ptrs + step * v_step, keys, num_keys, value_dims, E, False)
         o = dot_add(narrow(p, v.dtype, PRECISION), v, o * decay[:, None], PRECISION)
         m = new_m
     return o, m, l

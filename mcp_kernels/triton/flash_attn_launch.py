@@ -33,17 +33,20 @@ class Launch:
     """``tl.constexpr`` arguments."""
     tile: Tile
 
+    def options(self) -> dict[str, Any]:
+        """What Triton compiles it with."""
+        return {
+            "num_warps": self.tile.num_warps,
+            "num_stages": self.tile.num_stages,
+            "enable_fp_fusion": True,  # a score's scale and offset are one instruction
+        }
+
     def run(self, device: torch.device) -> None:
         """Start it, on ``device``'s current stream."""
         if self.num_programs == 0:
             return
         with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[(self.num_programs,)](
-                **self.args,
-                **self.constants,
-                num_warps=self.tile.num_warps,
-                num_stages=self.tile.num_stages,
-            )
+            self.kernel[(self.num_programs,)](**self.args, **self.constants, **self.options())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,13 @@ class Problem:
     rng: Tensor | None
     options: AttentionOptions
     sequences: Sequences | None = None
+    target: Chip | None = None
+    """The GPU to choose tiles for, where it is not the one that q lies on."""
 
     @property
     def chip(self) -> Chip:
         """The GPU it runs on."""
-        return chip_of(self.q.device)
+        return self.target or chip_of(self.q.device)
 
     @property
     def width(self) -> int:

@@ -124,6 +124,24 @@ def load_tile(ptrs, index, limit, dims, WIDTH: tl.constexpr, CHECK: tl.constexpr
 
 
 @triton.jit
+def load_rows(ptrs, taken, dims, WIDTH: tl.constexpr):
+    """A ``[size, dims]`` tile of the rows that are ``taken``, 0 elsewhere."""
+    return tl.load(ptrs, mask=taken[:, None] & (dims < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def finite_rows(ptrs, index, limit, dims, WIDTH: tl.constexpr):
+    """Which rows of a tile hold neither NaN nor infinity; rows past ``limit`` do not.
+
+    A hidden pair has probability 0, and 0 * NaN is NaN: what a masked tile multiplies by has to be
+    finite. Bad rows are left out of it, and what does see one is made NaN by name. The tile is read
+    here and once more, since registers are dearer than a second read of what is in L1.
+    """
+    x = load_tile(ptrs, index, limit, dims, WIDTH, True).to(tl.float32)
+    return (tl.max(tl.where(tl.abs(x) < float("inf"), 0, 1), 1) == 0) & (index < limit)
+
+
+@triton.jit
 def key_range(
     first_row, last_row, offset, num_keys, window, N: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
@@ -150,17 +168,20 @@ def row_range(
     first_key, last_key, offset, num_rows, window, M: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    """(lo, full_lo, full_hi, hi): rows that see keys first..last; ``key_range`` transposed."""
+    """(lo, full_lo, full_hi, hi): rows that see keys first..last; ``key_range`` transposed.
+
+    Rows past the last one count as full: with lse = +inf they have no probabilities.
+    """
     lo = 0
     hi = num_rows
     full_lo = 0
-    full_hi = num_rows // M * M
+    full_hi = num_rows
     if RIGHT:
         lo = tl.maximum(first_key - offset - window[1], 0) // M * M
         full_lo = tl.cdiv(tl.maximum(last_key - offset - window[1], 0), M) * M
     if LEFT:
         hi = tl.minimum(hi, last_key - offset + window[0] + 1)
-        full_hi = tl.minimum(full_hi, tl.maximum(first_key - offset + window[0] + 1, 0) // M * M)
+        full_hi = tl.minimum(full_hi, tl.maximum(first_key - offset + window[0] + 1, 0)) // M * M
     return lo, full_lo, tl.maximum(full_lo, full_hi), hi
 
 
@@ -209,17 +230,6 @@ def finish_scores(
             visible = visible & (keys <= diagonal + window[1])
         s = tl.where(visible, s, float("-inf"))
     return s, squashed, visible
-
-
-@triton.jit
-def finite_rows(x):
-    """(x with NaN and infinity as 0, whether each row of x is finite).
-
-    A hidden pair has probability 0, and 0 * NaN is NaN: what a masked tile multiplies by has to be
-    finite, and rows that do see a bad one are made NaN by name.
-    """
-    is_finite = tl.abs(x.to(tl.float32)) < float("inf")
-    return tl.where(is_finite, x, 0.0).to(x.dtype), tl.min(is_finite.to(tl.int32), 1) != 0
 
 
 @triton.jit

@@ -1,0 +1,11 @@
+"""The sections of a GPU check, in the order in which they run. A new one is one line."""
+
+from __future__ import annotations
+
+from mcp_kernels.gpu_check import attention_checks, attention_speed, onebit
+from mcp_kernels.gpu_check.report import Section
+
+SECTIONS = (
+    Section("flash_attention", attention_checks.check, attention_speed.measure),
+    onebit.SECTION,
+)

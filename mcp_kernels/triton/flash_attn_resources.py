@@ -1,0 +1,83 @@
+"""Registers, shared memory and spills of the attention kernels, without a GPU.
+
+``python -m mcp_kernels.triton.flash_attn_resources`` prints the table of the README.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from mcp_kernels.ops.attention_mask import AttentionOptions
+from mcp_kernels.triton.cubin import Resources, compile_launch
+from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launches
+from mcp_kernels.triton.flash_attn_backward_queries import query_gradients_launch
+from mcp_kernels.triton.flash_attn_cache import Cache
+from mcp_kernels.triton.flash_attn_config import A100, H100
+from mcp_kernels.triton.flash_attn_decode import decode_launches
+from mcp_kernels.triton.flash_attn_forward import forward_launch
+from mcp_kernels.triton.flash_attn_launch import Launch, Problem
+
+CHIPS = {80: A100, 90: H100}
+# Options of AttentionOptions after the scale; every one is a kernel of its own.
+VARIANTS = {
+    "full": (-1, -1, False, 0.0, 0.0),
+    "causal": (-1, 0, False, 0.0, 0.0),
+    "window_softcap": (1023, 0, False, 30.0, 0.0),
+}
+
+
+def attention_launches(
+    head_dim: int, variant: str, arch: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Launch]:
+    """The kernels of a training step and of a decode step, by name; nothing is allocated."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    options = AttentionOptions(head_dim**-0.5, *VARIANTS[variant])
+    q, k = empty(1, 8192, 32, head_dim), empty(1, 8192, 8, head_dim)
+    lse = empty(1, 32, 8192, dtype=torch.float32)
+    problem = Problem(q, k, k, None, None, None, None, options, target=CHIPS[arch])
+    step = Problem(q[:, :1], k, k, None, None, None, None, options, target=CHIPS[arch])
+    cache = Cache(empty(1, dtype=torch.int32), None, None, None, 8192)
+    passes = key_gradients_launches(problem, q, lse, lse, k, k)
+    names = ("dk_dv",) if len(passes) == 1 else ("dv", "dk")
+    return {
+        "forward": forward_launch(problem, q, lse),
+        **dict(zip(names, passes, strict=True)),
+        "dq": query_gradients_launch(problem, q, lse, lse, q),
+        "decode": decode_launches(step, cache, q[:, :1], lse[:, :, :1])[0],
+    }
+
+
+def rows(
+    head_dims: tuple[int, ...], variants: tuple[str, ...], arches: tuple[int, ...]
+) -> Iterator[tuple[str, Launch, Resources]]:
+    """(label, launch, what it takes) of each kernel."""
+    for arch in arches:
+        for head_dim in head_dims:
+            for variant in variants:
+                for name, launch in attention_launches(head_dim, variant, arch).items():
+                    label = f"sm_{arch} D={head_dim} {variant} {name}"
+                    yield label, launch, compile_launch(launch, arch)
+
+
+def main(argv: list[str]) -> None:
+    """Print the table; head dims may be given."""
+    head_dims = tuple(map(int, argv)) or (64, 128, 256)
+    print("kernel | rows x keys | warps | stages | registers | spilled B | shared KiB | wgmma")  # noqa: T201
+    for label, launch, used in rows(head_dims, tuple(VARIANTS), tuple(CHIPS)):
+        tile = launch.tile
+        print(  # noqa: T201
+            f"{label} | {tile.rows} x {tile.keys} | {tile.num_warps} | {tile.num_stages} | "
+            f"{used.registers} | {used.spill_bytes} | {used.shared_bytes / 1024:.0f} | "
+            f"{'yes' if used.has_wgmma else 'no'}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
