@@ -1,5 +1,9 @@
 #include "cpu/flash_attn_run.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <memory>
 #include <new>
@@ -16,24 +20,31 @@ constexpr int64_t kPackedBytes = 32 << 20;
 constexpr int64_t kSerialWork = 1 << 20;
 // Backward tasks that a call is cut into where it has fewer heads than that, and the fewest keys
 // that are worth a part of dq of their own. Shapes alone decide, never the number of threads.
-constexpr int64_t kBackwardTasks = 16;
+constexpr int64_t kBackwardTasks = 8;
 constexpr int64_t kMaxParts = 8;
 constexpr int64_t kKeysOfPart = 512;
 
-constexpr std::align_val_t kLine{64};
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kHugePage = 2 << 20;
 
-// Memory on cache lines, not initialised.
+// Memory on cache lines, not initialised. Where it is large the system is asked for huge pages:
+// thousands of page faults would take several percent of a call.
 class Memory {
  public:
-  explicit Memory(int64_t bytes)
-      : data_(static_cast<char*>(
-            ::operator new(static_cast<size_t>(std::max<int64_t>(bytes, 1)), kLine))) {}
-  ~Memory() { ::operator delete(data_, kLine); }
+  explicit Memory(int64_t bytes) : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine) {
+    const size_t size = static_cast<size_t>(attn_round_up(std::max<int64_t>(bytes, 1), align_));
+    data_ = static_cast<char*>(::operator new(size, std::align_val_t(align_)));
+#if defined(__linux__)
+    if (align_ == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a wish: it may be refused
+#endif
+  }
+  ~Memory() { ::operator delete(data_, std::align_val_t(align_)); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   char* at(int64_t byte) const { return data_ + byte; }
 
  private:
+  int64_t align_;
   char* data_;
 };
 
@@ -65,7 +76,7 @@ struct Work {
 
 // Bytes of an array of scalars, rounded up so that the next one begins on a cache line too.
 int64_t array_bytes(const FlashAttnArgs& args, int64_t scalars) {
-  return attn_round_up(scalars * scalar_bytes(args), static_cast<int64_t>(kLine));
+  return attn_round_up(scalars * scalar_bytes(args), kCacheLine);
 }
 
 int64_t group_of(const FlashAttnArgs& args) { return args.heads / args.kv_heads; }

@@ -106,6 +106,7 @@ struct Vector {
   static constexpr int kLanes = kBytes / sizeof(T);
   typedef T Vec __attribute__((vector_size(kBytes)));
   typedef Int IntVec __attribute__((vector_size(kBytes)));
+  typedef std::make_unsigned_t<Int> BitsVec __attribute__((vector_size(kBytes)));
 
   static Vec load(const T* from) {
     Vec v;
@@ -139,9 +140,9 @@ struct Vector {
     constexpr int kFraction = Format<T>::kFraction;
     const Vec shifted = x + Format<T>::kRound;
     const Vec f = x - (shifted - Format<T>::kRound);
-    IntVec bits;  // the integer nearest to x in the low bits, made an exponent
+    BitsVec bits;  // the integer nearest to x in the low bits, made an exponent
     std::memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits << kFraction) + (static_cast<Int>(1 - Format<T>::kLeast) << kFraction);
+    bits = (bits << kFraction) + (std::make_unsigned_t<Int>(1 - Format<T>::kLeast) << kFraction);
     Vec power;
     std::memcpy(&power, &bits, sizeof power);
     return x < Format<T>::kLeast ? Vec{} : polynomial<S>(f) * power;
