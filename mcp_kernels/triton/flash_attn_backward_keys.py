@@ -113,7 +113,7 @@ def _flash_attn_bwd_keys_kernel(
     M: tl.constexpr, N: tl.constexpr, TOP_LEFT: tl.constexpr, LEFT: tl.constexpr,
     RIGHT: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr,
     DROPOUT: tl.constexpr, VARLEN: tl.constexpr, PRECISION: tl.constexpr,
-    WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
+    ALL_MASKED: tl.constexpr, WANT_DK: tl.constexpr, WANT_DV: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first keys are seen by the most rows: their tiles go first as it is.
     b, kv_head, tile = tile_of(
@@ -160,7 +160,7 @@ def _flash_attn_bwd_keys_kernel(
             own = tl.minimum(b, count - 1)
             slope = tl.load(slopes_ptr + own * slope_strides[0] + head * slope_strides[1])
             slope = slope.to(tl.float32) * unit
-        if BIAS == NO_BIAS:
+        if not ALL_MASKED:
             if RIGHT:
                 dk, dv = _walk_rows(
                     dk, dv, k, v, q_ptrs, do_ptrs, q_step, do_step, lse_ptr + row_values,
@@ -176,11 +176,10 @@ def _flash_attn_bwd_keys_kernel(
                 keep_factor, dims, value_dims, False, D, E, M, N, LEFT, RIGHT, BIAS, SOFTCAP,
                 ALIBI, DROPOUT, PRECISION, WANT_DK, WANT_DV,
             )  # fmt: skip
-        if LEFT or BIAS != NO_BIAS:
-            masked_lo = full_hi if BIAS == NO_BIAS else lo
+        else:
             dk, dv = _walk_rows(
                 dk, dv, k, v, q_ptrs, do_ptrs, q_step, do_step, lse_ptr + row_values,
-                delta_ptr + row_values, masked_lo, hi, keys, offset, num_rows, num_keys, window,
+                delta_ptr + row_values, lo, hi, keys, offset, num_rows, num_keys, window,
                 scales, bias_head, bias_strides, slope, rng_ptr, lane, first, keep_from,
                 keep_factor, dims, value_dims, True, D, E, M, N, LEFT, RIGHT, BIAS, SOFTCAP, ALIBI,
                 DROPOUT, PRECISION, WANT_DK, WANT_DV,
@@ -232,7 +231,15 @@ def key_gradients_launches(
         "gradient_scale": problem.options.softmax_scale,
         "keep_factor": problem.keep_factor(),
     }
-    constants = {**problem.constants(), "M": tile.rows, "N": tile.keys}
+    # A bias hides anything. A window that ends to the left would make a third loop beside those
+    # for the diagonal and for what all see, and its code takes registers from both.
+    is_all_masked = problem.bias is not None or problem.options.window_left >= 0
+    constants = {
+        **problem.constants(),
+        "M": tile.rows,
+        "N": tile.keys,
+        "ALL_MASKED": is_all_masked,
+    }
     programs = num_tiles * problem.kv_heads * problem.batch if dk.numel() + dv.numel() else 0
     has_two = problem.width >= _WIDTH_OF_TWO_PASSES and problem.q.element_size() == 2
     passes = [(False, True), (True, False)] if has_two else [(True, True)]

@@ -91,8 +91,9 @@ def key_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip
         wish = Tile(16, 32, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
     elif width <= 128:
         # At 64: dK and dV of 128 keys are 64 registers, k and v as operands 32. At 128 each of dK
-        # and dV has a pass of its own. What is left takes scores of 32 rows, not of 64.
-        wish = Tile(32, 128, 8, 2 if width <= 64 or chip.has_wgmma else 1)
+        # and dV has a pass of its own. What is left takes scores of 32 rows, not of 64; of 16 at
+        # 128 without wgmma, where q and dO go through registers too.
+        wish = Tile(32 if width <= 64 or chip.has_wgmma else 16, 128, 8, 2)
     else:
         wish = Tile(32, 64, 8, 1)
     held = 2 * wish.keys * width * element_bytes
