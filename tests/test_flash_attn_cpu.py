@@ -177,6 +177,7 @@ BEST_SHAPES = [
     (1, 1024, 1023, 1, 1, 64, 64),
     (1, 130, 1100, 2, 1, 16, 16),
     (2, 2, 3000, 8, 2, 32, 32),
+    (1, 1, 2100, 6, 6, 16, 16),  # heads that are gone through four at a time, and what is left
 ]
 
 

@@ -119,6 +119,9 @@ struct AttnForwardTask {
   int64_t first_row, last_row;
   int64_t first_key, last_key;
   void* partial;  // [rows][attn_ld(E) + kAttnPad] of a split; null: the task finishes its rows
+  // Where not packed, heads [head, head + num_heads) of one sequence are gone through together, a
+  // tile of each in turn: they lie side by side in memory. Their partials are partial_head apart.
+  int64_t num_heads, partial_head;
 };
 
 // The functions of one instruction set for one type.

@@ -242,9 +242,13 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
   std::vector<ForwardBlock<S>> blocks;
   blocks.reserve(kAttnBlocks);
   KeyRange seen{task.last_key, 0};
-  for (int64_t m = task.first_row; m < task.last_row; m += kAttnRows, next += own) {
-    ForwardBlock<S>& block = blocks.emplace_back(
-        args, *task.head, m, std::min<int64_t>(m + kAttnRows, task.last_row), tile, next);
+  const int64_t rows = task.last_row - task.first_row;
+  const int64_t blocks_of_head = (rows + kAttnRows - 1) / kAttnRows;
+  for (int64_t i = 0; i < task.num_heads * blocks_of_head; ++i, next += own) {
+    const int64_t m = task.first_row + i % blocks_of_head * kAttnRows;
+    ForwardBlock<S>& block =
+        blocks.emplace_back(args, task.head[i / blocks_of_head], m,
+                            std::min<int64_t>(m + kAttnRows, task.last_row), tile, next);
     FiniteCheck<S> check;
     for (int r = 0; r < block.rows; ++r) {
       const auto [position, h] = block.place[r];
@@ -263,10 +267,12 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
       if (count > 0 && block.seen.first < end) meet_tile<S, E>(block, task, key, count, packed);
     }
   }
+  T* partial = static_cast<T*>(task.partial);
   for (ForwardBlock<S>& block : blocks) {
     if (block.is_first) std::fill(block.o, block.o + block.rows * block.ldo, T{0});
-    if (task.partial != nullptr) {
-      store_partial(block, static_cast<T*>(task.partial));
+    if (partial != nullptr) {
+      store_partial(block, partial);
+      partial += task.partial_head;
     } else {
       finish_rows<S, E>(block);
     }

@@ -208,44 +208,78 @@ void forward_packed(const Work& work, const Memory& scratch, int64_t scratch_byt
       // Last rows first: where causal they see most keys, and short tasks at the end let threads
       // finish together.
       const Part& part = rows[num_tasks - 1 - i];
-      work.body.forward(work.args,
-                        {part.head, true, part.first, part.last, 0, num_keys(*part.head), nullptr},
-                        scratch.at(worker * scratch_bytes));
+      work.body.forward(
+          work.args,
+          {part.head, true, part.first, part.last, 0, num_keys(*part.head), nullptr, 1, 0},
+          scratch.at(worker * scratch_bytes));
     });
   });
 }
 
-// Heads whose rows are one block: each task packs what it reads, and long keys are split.
+// Keys of a split for some neighbouring heads of one sequence.
+struct Piece {
+  int64_t head, num_heads, first_key, num_splits;
+  int64_t slot;  // of the first head's partial result; the next head's is num_splits further on
+};
+
+// Neighbouring heads go together where they lie closer than neighbouring keys.
+std::vector<Piece> cut_keys(const FlashAttnArgs& args, const std::vector<AttnHead>& heads) {
+  const int64_t num_heads = static_cast<int64_t>(heads.size());
+  const int64_t most = args.k.head < args.k.row ? kAttnBlocks : 1;
+  std::vector<Piece> pieces;
+  for (int64_t head = 0, slot = 0, count = 1; head < num_heads; head += count) {
+    const AttnSequence* seq = heads[head].sequence;
+    for (count = 1; count < most && head + count < num_heads; ++count) {
+      if (heads[head + count].sequence != seq) break;
+    }
+    const int64_t splits = std::max<int64_t>(1, (seq->num_keys + kAttnSplit - 1) / kAttnSplit);
+    for (int64_t i = 0; i < splits; ++i) {
+      pieces.push_back({head, count, i * kAttnSplit, splits, slot + i});
+    }
+    slot += splits * count;
+  }
+  return pieces;
+}
+
+// Heads whose rows are one block: tasks read keys in place or pack them, and long keys are split.
 void forward_split(const Work& work, const Memory& scratch, int64_t scratch_bytes,
                    std::vector<AttnHead>& heads) {
   const FlashAttnArgs& args = work.args;
-  const int64_t group = group_of(args);
-  const std::vector<Part> splits =
-      cut(heads.data(), static_cast<int64_t>(heads.size()), kAttnSplit,
-          [](const AttnHead& head) { return std::max<int64_t>(1, num_keys(head)); });
-  const int64_t ld = attn_ld(args.value_dim) + kAttnPad;
-  const int64_t stride = kAttnRows * ld;
-  const bool joins = splits.size() > heads.size();
-  const int64_t num_splits = static_cast<int64_t>(splits.size());
-  const Memory partials(joins ? num_splits * stride * scalar_bytes(args) : 0);
-  const auto task_of = [&](int64_t i) {
-    const Part& part = splits[i];
-    const bool is_alone = num_keys(*part.head) <= kAttnSplit;
-    void* partial = is_alone ? nullptr : partials.at(i * stride * scalar_bytes(args));
-    return AttnForwardTask{part.head,  false,
-                           0,          part.head->sequence->num_rows * group,
-                           part.first, std::min(part.last, num_keys(*part.head)),
-                           partial};
+  const std::vector<Piece> pieces = cut_keys(args, heads);
+  const int64_t stride = kAttnRows * (attn_ld(args.value_dim) + kAttnPad);
+  int64_t num_slots = 0;  // none where no head is split
+  for (const Piece& piece : pieces) {
+    if (piece.num_splits == 1) continue;
+    const int64_t last_head = piece.slot + (piece.num_heads - 1) * piece.num_splits;
+    num_slots = std::max(num_slots, last_head + 1);
+  }
+  const Memory partials(num_slots * stride * scalar_bytes(args));
+  const auto task_of = [&](const Piece& piece, int64_t h) {
+    AttnHead* head = &heads[piece.head + h];
+    const int64_t slot = piece.slot + h * piece.num_splits;
+    return AttnForwardTask{
+        head,
+        false,
+        0,
+        head->sequence->num_rows * group_of(args),
+        piece.first_key,
+        std::min(piece.first_key + kAttnSplit, num_keys(*head)),
+        piece.num_splits == 1 ? nullptr : partials.at(slot * stride * scalar_bytes(args)),
+        piece.num_heads,
+        piece.num_splits * stride};
   };
-  work.share(num_splits, [&](int64_t i, int64_t worker) {
-    work.body.forward(args, task_of(i), scratch.at(worker * scratch_bytes));
+  const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+  work.share(num_pieces, [&](int64_t i, int64_t worker) {
+    work.body.forward(args, task_of(pieces[i], 0), scratch.at(worker * scratch_bytes));
   });
-  if (!joins) return;
-  work.share(num_splits, [&](int64_t i, int64_t worker) {
-    const AttnForwardTask task = task_of(i);
-    if (task.partial == nullptr || task.first_key != 0) return;
-    const int64_t count = (num_keys(*task.head) + kAttnSplit - 1) / kAttnSplit;
-    work.body.join(args, task, count, stride, scratch.at(worker * scratch_bytes));
+  if (num_slots == 0) return;
+  work.share(num_pieces, [&](int64_t i, int64_t worker) {
+    const Piece& piece = pieces[i];
+    if (piece.num_splits == 1 || piece.first_key != 0) return;
+    for (int64_t h = 0; h < piece.num_heads; ++h) {
+      work.body.join(args, task_of(piece, h), piece.num_splits, stride,
+                     scratch.at(worker * scratch_bytes));
+    }
   });
 }
 
