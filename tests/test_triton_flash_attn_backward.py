@@ -206,3 +206,19 @@ def test_same_bits_every_time_and_strides_of_dout() -> None:
         ]
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+def test_an_infinite_key_is_not_taken_for_zero() -> None:
+    """Its scores are -inf and forward is finite; dq has 0 * inf, as in the reference."""
+    args = op_args(
+        Case("inf", sizes=(1, 20, 20, 1, 1, 4, 4), kwargs={"causal": True}), torch.float32
+    )
+    q, k, v, *rest = args
+    q, k = q.abs() + 0.1, k.clone()
+    k[0, 10] = -math.inf
+    with tiles_of(16, 16):
+        out, lse = body.flash_attn(q, k, v, *rest)
+        dq, *_ = body.flash_attn_bwd(out, None, q, k, v, out, lse, *rest[:4], False, *rest[4:])
+    assert out.isfinite().all()
+    assert dq[0, :10].isfinite().all()
+    assert not dq[0, 10:].isfinite().any()
