@@ -1,14 +1,16 @@
 // Flash attention on CPU: the contract of the compiled bodies. No torch here.
 //
-//   S = scale * q k^T, then softcap, bias, ALiBi, window      lse = log(sum_j exp S_j + exp sink)
-//   P = exp(S - lse)                                          out = (P * keep / (1 - p)) v
-//   dP = dout v^T * keep / (1 - p)                            dS = P * (dP - rowsum(dout out) +
-//   dlse) dq = scale * dS k     dk = scale * dS^T q                 dv = (P * keep / (1 - p))^T
-//   dout
+//   S = scale * q k^T, then softcap, bias, ALiBi, window
+//   lse = log(sum_j exp S_j + exp sink)         P = exp(S - lse)
+//   out = (P * keep / (1 - p)) v
+//   dP = dout v^T * keep / (1 - p)              delta = rowsum(P dP) - dlse, or with
+//   dS = P * (dP - delta)                       rowsum(dout out) where out is not 16-bit
+//   dq = scale * dS k     dk = scale * dS^T q   dv = (P * keep / (1 - p))^T dout
 //
 // Source: Dao, "FlashAttention-2", 2023; blocks of scores stay in cache, keys are packed once for
 // all query heads of their group. mcp_kernels/ops/attention_reference.py is the definition.
-// Cost: 2 (D + E) flops a visible score forward, 2.5 times that backward; memory O(S (D + E)).
+// Cost: 2 (D + E) flops a visible score forward, 2.5 times that backward (3.5 times for 16-bit,
+// whose delta takes two products more); memory O(S (D + E)).
 //
 // Sums run in float32, in float64 for float64; each result is rounded once. The order of every sum
 // follows from the shapes alone, so results do not depend on the number of threads.
@@ -36,8 +38,6 @@ constexpr int kAttnPanel = 64;
 constexpr int kAttnPad = 16;
 // Keys that one task of a decode call goes through; what a row adds up depends on nothing else.
 constexpr int kAttnSplit = 1024;
-// What the shapes allow at the least and at the most; the kernel is written for any.
-constexpr int kAttnMaxDim = 1 << 14;
 
 constexpr int64_t attn_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -1,4 +1,7 @@
 // AVX-512: 32 registers of 16 float32; a micro-tile holds 24 sums.
+//
+// bfloat16 is widened while it is packed. vdpbf16ps would round P and dS to 16 bits, and on
+// Sapphire Rapids it does 85 GFLOP/s a core where the float32 multiply-add does 172.
 #include "common/target.h"
 #if MCP_X86
 
