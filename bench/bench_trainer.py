@@ -1,6 +1,7 @@
 """Tokens/s of a training step, ours beside plain PyTorch's own parallelism on two CPU ranks.
 
 Same model, weights, batch, optimizer, clipping, precision (fp32), ranks and threads (one each);
+the peers talk over gloo, ours over what the launcher chose (shared memory where it is built);
 before timing, the first step's loss and gradient norm of both must agree. Steps run in one pair
 of forked ranks, in blocks that take turns (A B, B A, ...), so that a busy moment hits both.
 """

@@ -1,14 +1,19 @@
-"""The plain model trained by PyTorch's own parallelism: DDP, DTensor TP with SP, FSDP2."""
+"""The plain model trained by PyTorch's own parallelism: DDP, DTensor TP with SP, FSDP2.
+
+On gloo, the backend that torch has for CPU ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from peers.plain_llama import PlainLlama
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -66,14 +71,22 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _gloo() -> dist.ProcessGroup:
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo"))
+
+
+def _mesh(axis: str) -> DeviceMesh:
+    return DeviceMesh.from_group(_gloo(), "cpu", mesh_dim_names=(axis,))
+
+
 def data_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(model, process_group=_gloo(), gradient_as_bucket_view=True)
     return Peer(ddp, lr=lr, weight_decay=weight_decay)
 
 
 def tensor_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
     """Heads, feed-forward and vocabulary split; activations between blocks split by sequence."""
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("tp",))
+    mesh = _mesh("tp")
     parallelize_module(
         model,
         mesh,
@@ -112,7 +125,7 @@ def tensor_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Pee
 
 
 def fully_sharded(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
-    mesh = init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("dp",))
+    mesh = _mesh("dp")
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
