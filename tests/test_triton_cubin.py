@@ -65,3 +65,29 @@ def test_the_widest_heads_compile(arch: int, tmp_path: Path) -> None:
     command = [sys.executable, "-W", "ignore", "-c", source, str(arch), "256", "causal"]
     answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-3000:]
+
+
+FEATURES = """
+import sys, torch
+from mcp_kernels.triton import flash_attn_resources as resources
+from mcp_kernels.triton.cubin import compile_launch
+
+arch = int(sys.argv[1])
+for dtype in (torch.bfloat16, torch.float32):
+    for name, launch in resources.feature_launches(dtype, arch).items():
+        used = compile_launch(launch, arch)
+        assert used.shared_bytes <= resources.CHIPS[arch].shared_bytes, (name, used)
+        print(name)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 90])
+def test_every_feature_compiles(arch: int, tmp_path: Path) -> None:
+    """What the interpreter takes and the compiler would not: bias, dropout, varlen, caches."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-c", FEATURES, str(arch)]
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    assert answer.returncode == 0, answer.stdout + answer.stderr[-3000:]
+    assert {"dbias", "delta", "varlen dq", "decode pages 0"} <= set(answer.stdout.splitlines())

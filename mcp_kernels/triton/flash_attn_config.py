@@ -77,7 +77,9 @@ def forward_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> 
         wish = Tile(128, 128 if is_plain and chip.has_wgmma else 64, 8, 3)
     elif width <= 128:
         # 64 registers of output leave room for 128 x 64 scores with wgmma, 64 x 64 without.
-        wish = Tile(128 if chip.has_wgmma else 64, 64, 8, 3 if chip.has_wgmma else 2)
+        # A bias or a dropout mask takes as many again.
+        is_large = chip.has_wgmma and is_plain
+        wish = Tile(128 if is_large else 64, 64, 8, 3 if chip.has_wgmma else 2)
     else:
         # The output alone is 128 registers a thread.
         wish = Tile(128, 64 if chip.has_wgmma else 32, 8, 2)
@@ -117,7 +119,9 @@ def query_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Ch
 
 def decode_tile(group_rows: int, width: int, element_bytes: int, chip: Chip) -> Tile:
     """Tile of the decode kernel: bandwidth is the bound, so stages in flight are what counts."""
-    rows = max(16, min(64, 1 << max(0, group_rows - 1).bit_length()))
+    # FMAs hold both operands in registers: more than 16 rows of float32 do not fit.
+    most = 16 if element_bytes == 4 else 64
+    rows = max(16, min(most, 1 << max(0, group_rows - 1).bit_length()))
     keys = 32 if element_bytes == 4 or width > 128 else 64
     wish = Tile(rows, keys, 4, 1 if element_bytes == 4 else 4)
     held = rows * width * element_bytes

@@ -12,13 +12,15 @@ import torch
 
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.triton.cubin import Resources, compile_launch
+from mcp_kernels.triton.flash_attn_backward import delta_launch
+from mcp_kernels.triton.flash_attn_backward_bias import bias_gradient_launch
 from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launches
 from mcp_kernels.triton.flash_attn_backward_queries import query_gradients_launch
 from mcp_kernels.triton.flash_attn_cache import Cache
 from mcp_kernels.triton.flash_attn_config import A100, H100
 from mcp_kernels.triton.flash_attn_decode import decode_launches
 from mcp_kernels.triton.flash_attn_forward import forward_launch
-from mcp_kernels.triton.flash_attn_launch import Launch, Problem
+from mcp_kernels.triton.flash_attn_launch import Launch, Problem, Sequences
 
 CHIPS = {80: A100, 90: H100}
 # Options of AttentionOptions after the scale; every one is a kernel of its own.
@@ -51,6 +53,54 @@ def attention_launches(
         "dq": query_gradients_launch(problem, q, lse, lse, q),
         "decode": decode_launches(step, cache, q[:, :1], lse[:, :, :1])[0],
     }
+
+
+def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
+    """Kernels with everything switched on that ``attention_launches`` leaves off."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    options = AttentionOptions(0.1, 100, 0, True, 0.0, 0.1)
+    q, k, lse = empty(2, 999, 8, 96), empty(2, 777, 2, 96), empty(2, 8, 999, dtype=torch.float32)
+    slopes, sink = empty(1, 8, dtype=torch.float32), empty(8)
+    rng, chip = empty(2, dtype=torch.int64), CHIPS[arch]
+    launches = {}
+    biases = {"bool": empty(2, 1, 1, 777, dtype=torch.bool), "float": empty(1, 8, 1, 777)}
+    for name, bias in biases.items():
+        problem = Problem(q, k, k, bias, slopes, sink, rng, options, target=chip)
+        passes = key_gradients_launches(problem, q, lse, lse, k, k)
+        launches |= {
+            f"{name} bias forward": forward_launch(problem, q, lse),
+            f"{name} bias dq": query_gradients_launch(problem, q, lse, lse, q),
+            **{f"{name} bias dk, dv {i}": launch for i, launch in enumerate(passes)},
+        }
+        if name == "float":
+            launches["dbias"] = bias_gradient_launch(problem, q, lse, lse, bias)
+    launches["delta"] = delta_launch(q, q, lse, lse, lse)
+
+    ends = empty(5, dtype=torch.int64)
+    flat = Problem(
+        *(q[0], k[0], k[0], None, slopes, sink, rng, options),
+        sequences=Sequences(ends, ends, 2),
+        target=chip,
+    )  # fmt: skip
+    by_head = lse[0]
+    launches["varlen forward"] = forward_launch(flat, q[0], by_head)
+    launches["varlen dq"] = query_gradients_launch(flat, q[0], by_head, by_head, q[0])
+    for i, launch in enumerate(key_gradients_launches(flat, q[0], by_head, by_head, k[0], k[0])):
+        launches[f"varlen dk, dv {i}"] = launch
+
+    step = Problem(q, k, k, None, slopes, sink, None, options, target=chip)
+    one = empty(2, dtype=torch.int32)
+    caches = {
+        "rows": Cache(one, one, one, None, 777),
+        "pages": Cache(one, None, None, empty(2, 30, dtype=torch.int32), 30 * 777),
+    }
+    for name, cache in caches.items():
+        for i, launch in enumerate(decode_launches(step, cache, q, lse)):
+            launches[f"decode {name} {i}"] = launch
+    return launches
 
 
 def rows(
