@@ -19,7 +19,7 @@ from transformers.masking_utils import causal_mask_function, chunked_causal_mask
 import mcp_kernels.hf
 
 VOCABULARY, LENGTH = 61, 21
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -158,7 +158,7 @@ def test_packed_sequences_do_not_see_each_other() -> None:
 def test_masks_stay_small_where_they_can() -> None:
     """No [Sq, Sk] matrix for causal and windowed layers, padded or not."""
     config = transformers.MistralConfig(**SIZES, sliding_window=5)
-    kwargs = {"batch_size": 2, "q_length": 8, "kv_length": 8, "config": config}
+    kwargs: dict[str, Any] = {"batch_size": 2, "q_length": 8, "kv_length": 8, "config": config}
     padded = torch.ones(2, 8, dtype=torch.bool)
     make = mcp_kernels.hf.attention_mask
     assert make(**kwargs) is None
