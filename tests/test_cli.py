@@ -224,6 +224,17 @@ def test_a_damaged_or_foreign_checkpoint_is_refused_before_any_rank_starts(copie
     assert "damaged" in err
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_over(copied, capsys):
+    before = (copied / "metrics.jsonl").read_bytes()
+    for manifest in copied.glob("checkpoints/step_*/manifest.json"):
+        manifest.write_text("{}")
+    assert main.main(["train", "--resume", "--run-dir", str(copied), "--steps=6"]) == 2
+    err = capsys.readouterr().err
+    assert "must find a whole checkpoint" in err
+    assert "step_00000004" in err
+    assert (copied / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_second_run_in_the_same_folder_is_refused(copied, capsys):
     with RunFolder(copied).lock():
         assert main.main(["train", "--resume", "--run-dir", str(copied), "--steps=6"]) == 2

@@ -65,6 +65,7 @@ def find_start(config: Config, folder: RunFolder) -> RunStart:
     if resume == "auto":
         path = find_latest(folder.checkpoints_dir) if folder.checkpoints_dir.is_dir() else None
         if path is None:
+            _refuse_if_all_damaged(folder)
             return RunStart(None)
     else:
         path = Path(resume).expanduser()
@@ -77,6 +78,20 @@ def find_start(config: Config, folder: RunFolder) -> RunStart:
         )
         raise ConfigError([problem])
     return RunStart(path, manifest.step)
+
+
+def _refuse_if_all_damaged(folder: RunFolder) -> None:
+    """Starting anew over a run whose checkpoints are all damaged would lose what is left of it."""
+    directory = folder.checkpoints_dir
+    if not directory.is_dir():
+        return
+    damaged = sorted(e.name for e in directory.iterdir() if parse_step_name(e.name) is not None)
+    if damaged:
+        problem = (
+            f"train: --resume must find a whole checkpoint in {str(directory)!a}, got only damaged "
+            f"ones ({', '.join(damaged)}); bring back a copy, or start anew in another --run-dir"
+        )
+        raise ConfigError([problem])
 
 
 def _run_of(resume: str) -> Path:
