@@ -24,10 +24,16 @@ from mcp_kernels.ops.attention_varlen_functions import (
     flash_attn_varlen_qkvpacked_func,
 )
 from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
+from mcp_kernels.ops.fp8_compress import fp8_compress, fp8_decompress, fp8_reduce
+from mcp_kernels.ops.int4_compress import int4_compress, int4_decompress, int4_reduce
+from mcp_kernels.ops.int8_compress import int8_compress, int8_decompress, int8_reduce
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mcp_kernels.ops.merge_attention import merge_attention
+from mcp_kernels.ops.onebit_adam_update import onebit_adam_update
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
+from mcp_kernels.ops.onebit_compress_momentum import onebit_compress_momentum
+from mcp_kernels.ops.onebit_reduce import onebit_reduce
 from mcp_kernels.triton import register as register_triton
 
 __all__ = [
@@ -46,11 +52,23 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
+    "fp8_compress",
+    "fp8_decompress",
+    "fp8_reduce",
+    "int4_compress",
+    "int4_decompress",
+    "int4_reduce",
+    "int8_compress",
+    "int8_decompress",
+    "int8_reduce",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",
+    "onebit_adam_update",
     "onebit_compress",
+    "onebit_compress_momentum",
     "onebit_decompress",
+    "onebit_reduce",
     "reduce_scatter",
     "reference_only",
     "scaled_dot_product_attention",

@@ -5,12 +5,7 @@ block instead of one for the whole tensor.
 
 Letters: N = elements, B = blocks = ceil(N / block_size), c = x + error in float32.
 
-Every body of these two ops returns the same bits, so the order of every rounding is part of the
-definition. The sum of squares of a block runs in 32 float64 lanes: lane l adds the squares of
-elements l, l + 32, l + 64, ... of the block in that order, then lane l adds lane l + 16, then
-l + 8, + 4, + 2, + 1. A float32 squared is exact in float64 (48 bits of 53), so a fused
-multiply-add rounds as a multiply and an add do, and nothing a float32 can hold overflows or
-underflows. 32 lanes are a warp, four AVX-512 or eight AVX2 accumulators.
+Every body of these two ops returns the same bits; ``_blocks.py`` fixes the order of the sums.
 """
 
 from __future__ import annotations
@@ -19,9 +14,17 @@ import torch
 from torch import Tensor
 
 from mcp_kernels._op import define_op
-
-NUM_LANES = 32
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+from mcp_kernels.ops._blocks import (
+    as_blocks,
+    block_counts,
+    block_rms,
+    block_width,
+    keep_error,
+    pack_bits,
+    signed_scale,
+    unpack_bits,
+)
+from mcp_kernels.ops._codec_checks import check_block_size, check_error, check_floats, check_packed
 
 
 def onebit_compress(x: Tensor, error: Tensor, block_size: int = 1024) -> tuple[Tensor, Tensor]:
@@ -51,9 +54,9 @@ def onebit_compress(x: Tensor, error: Tensor, block_size: int = 1024) -> tuple[T
     Cost: one pass over memory for blocks up to 2048 elements: reads 8 bytes and writes 4.125
         bytes an element (float32 x); the wire carries 1 bit an element and 4 bytes a block.
     """
-    _check_block_size("onebit_compress", block_size)
-    _check_floats("onebit_compress", x)
-    _check_error(x, error)
+    check_block_size("onebit_compress", block_size)
+    check_floats("onebit_compress", x)
+    check_error("onebit_compress", x, error)
     return torch.ops.mcp_kernels.onebit_compress(x.detach(), error, block_size)
 
 
@@ -77,8 +80,8 @@ def onebit_decompress(bits: Tensor, scales: Tensor, numel: int, block_size: int 
 
     Cost: reads 1/8 byte and writes 4 bytes an element.
     """
-    _check_block_size("onebit_decompress", block_size)
-    _check_packed(bits, scales, numel, block_size)
+    check_block_size("onebit_decompress", block_size)
+    check_packed("onebit_decompress", ("bits", bits), scales, numel, block_size, bits_each=1)
     return torch.ops.mcp_kernels.onebit_decompress(bits, scales.detach(), numel, block_size)
 
 
@@ -87,70 +90,23 @@ def onebit_compress_ref(x: Tensor, error: Tensor, block_size: int = 1024) -> tup
     numel = x.numel()
     if numel == 0:
         return _empty_result(x, block_size)
-    width = _block_width(numel, block_size)
-    flat_error = error.view(-1)
-    carried = _as_blocks(x.reshape(-1).float() + flat_error, width)  # [B, width]
-    old_error = _as_blocks(flat_error, width)
-    scales = _block_rms(carried, numel)  # [B]
+    width = block_width(numel, block_size)
+    carried = as_blocks(x.reshape(-1).float() + error.view(-1), width)  # [B, width]
+    scales = block_rms(carried, block_counts(numel, width, x.device))  # [B]
     positive = carried >= 0  # False for NaN
-
-    sent = torch.where(positive, scales[:, None], -scales[:, None])
-    kept = torch.where(scales.isfinite()[:, None], carried - sent, old_error)
-    error.copy_(kept.view(-1)[:numel].view_as(error))
-    return _pack_bits(positive.view(-1)[:numel]), scales
+    keep_error(error, carried, signed_scale(positive, scales), scales)
+    return pack_bits(positive.view(-1)[:numel]), scales
 
 
 def onebit_decompress_ref(
     bits: Tensor, scales: Tensor, numel: int, block_size: int = 1024
 ) -> Tensor:
     """The definition of ``onebit_decompress``."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    positive = (bits.reshape(-1, 1) >> shifts & 1).view(-1)[:numel].bool()
     if numel == 0:
         return scales.new_empty(0)
-    width = _block_width(numel, block_size)
+    width = block_width(numel, block_size)
     scale = scales.reshape(-1, 1).expand(-1, width).reshape(-1)[:numel]
-    return torch.where(positive, scale, -scale)
-
-
-def _block_rms(carried: Tensor, numel: int) -> Tensor:
-    """Root mean square of each row, in the order of additions that the module docstring fixes."""
-    num_blocks, width = carried.shape
-    squares = _pad_last(carried, NUM_LANES).double().square()  # padding adds +0.0: no change
-    rows = squares.view(num_blocks, -1, NUM_LANES)
-    lanes = rows[:, 0].clone()
-    for row in range(1, rows.shape[1]):
-        lanes += rows[:, row]
-    while lanes.shape[1] > 1:
-        half = lanes.shape[1] // 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    # A tensor, not a number: torch divides a CUDA tensor by a number as a product with 1 / number.
-    count = torch.full_like(lanes, width)  # [B, 1]
-    count[-1] = numel - (num_blocks - 1) * width
-    scales = (lanes / count).sqrt().float().view(-1)
-    # One NaN for every bad block: which NaN comes out of a sum depends on the machine.
-    return torch.where(scales.isfinite(), scales, float("nan"))
-
-
-def _pack_bits(positive: Tensor) -> Tensor:
-    """``[N]`` bool to ``[ceil(N / 8)]`` uint8, lowest bit first."""
-    weights = 2 ** torch.arange(8, device=positive.device)
-    return (_pad_last(positive, 8).view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
-
-
-def _pad_last(values: Tensor, multiple: int) -> Tensor:
-    """Zeros after the last dim up to the next multiple."""
-    return torch.nn.functional.pad(values, (0, -values.shape[-1] % multiple))
-
-
-def _as_blocks(flat: Tensor, width: int) -> Tensor:
-    """``[N]`` to ``[B, width]``, zeros after the last element."""
-    return _pad_last(flat, width).view(-1, width)
-
-
-def _block_width(numel: int, block_size: int) -> int:
-    """Elements of a full block; one short block is not padded to a ``block_size`` of any size."""
-    return min(block_size, numel)
+    return torch.where(unpack_bits(bits, numel), scale, -scale)
 
 
 def _empty_result(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
@@ -167,84 +123,6 @@ def _compress_fake(x: Tensor, error: Tensor, block_size: int = 1024) -> tuple[Te
 
 def _decompress_fake(bits: Tensor, scales: Tensor, numel: int, block_size: int = 1024) -> Tensor:
     return scales.new_empty(numel)
-
-
-def _check_block_size(op: str, block_size: int) -> None:
-    if not isinstance(block_size, (int, torch.SymInt)) or isinstance(block_size, bool):
-        raise TypeError(f"{op}: block_size must be an int, got {type(block_size).__name__}")
-    if block_size <= 0 or block_size % 8:
-        nearest = max(8, int(block_size) // 8 * 8)
-        raise ValueError(
-            f"{op}: block_size must be a positive multiple of 8, got {block_size}; use {nearest}"
-        )
-
-
-def _check_floats(op: str, x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: x must be a Tensor, got {type(x).__name__}")
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"{op}: x must be float32, bfloat16 or float16, got {x.dtype}; convert it by x.float()"
-        )
-    if x.layout != torch.strided:
-        raise ValueError(
-            f"{op}: x must be a strided tensor, got {x.layout}; convert it by x.to_dense()"
-        )
-
-
-def _check_error(x: Tensor, error: Tensor) -> None:
-    op = "onebit_compress"
-    if not isinstance(error, Tensor):
-        raise TypeError(f"{op}: error must be a Tensor, got {type(error).__name__}")
-    if error.dtype != torch.float32:
-        raise TypeError(
-            f"{op}: error must be float32, got {error.dtype}; "
-            f"make it by torch.zeros(x.numel(), device=x.device)"
-        )
-    if error.numel() != x.numel():
-        raise ValueError(
-            f"{op}: error must be as large as x ({x.numel()} elements), got {error.numel()}"
-        )
-    if error.device != x.device:
-        raise ValueError(f"{op}: error must be on x's device {x.device}, got {error.device}")
-    if error.layout != torch.strided or not error.is_contiguous():
-        raise ValueError(
-            f"{op}: error must be contiguous since it is updated in place, got strides "
-            f"{error.stride() if error.layout == torch.strided else error.layout}; "
-            f"make it by torch.zeros(x.numel(), device=x.device)"
-        )
-    if error.requires_grad:
-        raise ValueError(
-            f"{op}: error must not require grad since it is updated in place, got "
-            f"requires_grad=True; pass error.detach()"
-        )
-
-
-def _check_packed(bits: Tensor, scales: Tensor, numel: int, block_size: int) -> None:
-    op = "onebit_decompress"
-    for name, tensor, dtype in (("bits", bits, torch.uint8), ("scales", scales, torch.float32)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
-    if not isinstance(numel, (int, torch.SymInt)) or isinstance(numel, bool):
-        raise TypeError(f"{op}: numel must be an int, got {type(numel).__name__}")
-    if numel < 0:
-        raise ValueError(f"{op}: numel must be >= 0, got {numel}")
-    num_bytes, num_blocks = (numel + 7) // 8, (numel + block_size - 1) // block_size
-    if bits.numel() != num_bytes:
-        raise ValueError(
-            f"{op}: bits must be {num_bytes} bytes for numel={numel}, got {bits.numel()}"
-        )
-    if scales.numel() != num_blocks:
-        raise ValueError(
-            f"{op}: scales must be {num_blocks} values for numel={numel} and "
-            f"block_size={block_size}, got {scales.numel()}"
-        )
-    if bits.device != scales.device:
-        raise ValueError(
-            f"{op}: scales must be on the device of bits ({bits.device}), got {scales.device}"
-        )
 
 
 define_op(
