@@ -90,3 +90,28 @@ def test_backward(layout: str, options: str, poisoned_memory: None) -> None:
         assert error <= 300 * 2.0**-24 * max(size, 1e-3 * expected.numel() ** 0.5)
         if size == 0:
             assert (actual == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_narrow_types_are_calls_of_their_own(dtype: torch.dtype, poisoned_memory: None) -> None:
+    """Bit for bit; test_triton_flash_attn_narrow.py says what a call's bits are worth."""
+    q, k, v, q_ends, k_ends, slopes, sink, rng, *options = args = _args("slack", "causal", dtype)
+    generator = torch.Generator().manual_seed(1)
+    with tiles_of(16, 16):
+        out, lse = body.flash_attn_varlen(*args)
+        dout = torch.randn(out.shape, generator=generator).to(dtype).to(DEVICE)
+        dlse = torch.randn(lse.shape, generator=generator).to(DEVICE)
+        dq, dk, dv, _ = body.flash_attn_varlen_bwd(dout, dlse, q, k, v, out, lse, *args[3:])
+        for b in range(2):
+            rows, keys = slice(*q_ends[b : b + 2]), slice(*k_ends[b : b + 2])
+            rest = (None, slopes[b : b + 1], sink, rng)
+            own = [t[None, part] for t, part in ((q, rows), (k, keys), (v, keys))]
+            own_out, own_lse = body.flash_attn(*own, *rest, *options)
+            got = body.flash_attn_bwd(
+                dout[None, rows], dlse[None, :, rows], *own, own_out, own_lse, *rest, False,
+                *options,
+            )  # fmt: skip
+            assert torch.equal(out[rows], own_out[0])
+            for packed, part, alone in zip((dq, dk, dv), (rows, keys, keys), got, strict=False):
+                assert torch.equal(packed[part], alone[0])
+    assert all((t[end:] == 0).all() for t, end in ((dq, 21), (dk, 20), (dv, 20)))

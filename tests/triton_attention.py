@@ -16,6 +16,7 @@ from torch import Tensor
 
 import mcp_kernels
 from mcp_kernels.ops.attention_check import check_alibi, check_bias, make_options
+from mcp_kernels.triton import flash_attn as body
 from mcp_kernels.triton import flash_attn_config
 from mcp_kernels.triton.flash_attn_config import Tile
 
@@ -25,7 +26,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy says so where a kernel makes or compares infinities; they are meant.
 IGNORE_NUMPY = "ignore:(invalid value|overflow|divide by zero|All-NaN slice) enc:RuntimeWarning"
 
-TILES = ("forward_tile", "key_gradient_tile", "query_gradient_tile")
+TILES = ("forward_tile", "key_gradient_tile", "query_gradient_tile", "delta_tile")
 
 
 @contextmanager
@@ -128,3 +129,42 @@ def worst(actual: Tensor, wanted: Tensor, bound: Tensor) -> str:
     at = int(ratio.argmax())
     values = (float(t.flatten()[at]) for t in (actual, wanted, ratio))
     return "element {} is {:.9g}, wanted {:.9g}: {:.3g} times the bound".format(at, *values)
+
+
+NAMES = ("dq", "dk", "dv", "dbias", "dsink")
+
+
+def gradients(
+    args: tuple[Any, ...], *, has_dlse: bool = True
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """((dq, dk, dv, dbias, dsink), the same by the reference in float64 on the same inputs)."""
+    out, lse = body.flash_attn(*args)
+    assert_forward_close((out, lse), args, num_tiles=4)
+    dout = output_gradient(args)
+    generator = torch.Generator().manual_seed(9)
+    dlse = torch.randn(lse.shape, generator=generator).to(DEVICE) if has_dlse else None
+    q, k, v, bias, slopes, sink, rng, *options = args
+    needs_dbias = bias is not None and bias.dtype != torch.bool
+    rest = (bias, slopes, sink, rng, needs_dbias, *options)
+    got = body.flash_attn_bwd(dout, dlse, q, k, v, out, lse, *rest)
+    exact_out, exact_lse = exact("flash_attn", args)
+    wide = widen((dout, dlse, q, k, v, exact_out, exact_lse, *rest))
+    with mcp_kernels.reference_only():
+        wanted = torch.ops.mcp_kernels.flash_attn_bwd(*wide)
+    for name, actual, expected in zip(NAMES, got, wanted, strict=True):
+        assert actual.shape == expected.shape, name
+        assert actual.is_contiguous(), name
+    return got, wanted
+
+
+def output_gradient(args: tuple[Any, ...]) -> Tensor:
+    """A gradient of the call's output, drawn."""
+    q, _, v, *_ = args
+    drawn = torch.randn((*q.shape[:-1], v.shape[-1]), generator=torch.Generator().manual_seed(8))
+    return drawn.to(q.dtype).to(DEVICE)
+
+
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
+    """Error in the norm; absolute where the exact one is 0."""
+    norm = float(wanted.norm())
+    return float((actual.double() - wanted).norm()) / norm if norm else float(actual.norm())

@@ -117,6 +117,20 @@ def query_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Ch
     return _fit(wish, held, 2 * wish.keys * width * element_bytes, chip)
 
 
+def delta_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> Tile:
+    """Tile of the delta kernel of 16-bit types: rows stay, keys are walked over, no sum is wide."""
+    if width <= 128:
+        # Scores and their gradients of 128 x 128 are 128 registers, which wgmma leaves room for;
+        # without it operands go through registers, and of width 128 64 of the rows have to do.
+        is_large = chip.has_wgmma and is_plain
+        rows = 128 if width <= 64 or chip.has_wgmma else 64
+        wish = Tile(rows, 128 if is_large else 64 if is_plain else 32, 8, 2)
+    else:
+        wish = Tile(64, 32, 8, 1)
+    held = 2 * wish.rows * width * element_bytes
+    return _fit(wish, held, 2 * wish.keys * width * element_bytes, chip)
+
+
 def decode_tile(group_rows: int, width: int, element_bytes: int, chip: Chip) -> Tile:
     """Tile of the decode kernel: bandwidth is the bound, so stages in flight are what counts."""
     # FMAs hold both operands in registers: more than 16 rows of float32 do not fit.

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.triton.cubin import Resources, compile_launch
-from mcp_kernels.triton.flash_attn_backward import delta_launch
 from mcp_kernels.triton.flash_attn_backward_bias import bias_gradient_launch
+from mcp_kernels.triton.flash_attn_backward_delta import delta_launch
 from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launches
 from mcp_kernels.triton.flash_attn_backward_queries import query_gradients_launch
 from mcp_kernels.triton.flash_attn_cache import Cache
@@ -23,43 +25,88 @@ from mcp_kernels.triton.flash_attn_forward import forward_launch
 from mcp_kernels.triton.flash_attn_launch import Launch, Problem, Sequences
 
 CHIPS = {80: A100, 90: H100}
-# Options of AttentionOptions after the scale; every one is a kernel of its own.
+
+
+class Variant(NamedTuple):
+    """What is switched on; every one is a set of kernels of its own."""
+
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    has_alibi: bool = False
+    has_sink: bool = False
+    bias: torch.dtype | None = None
+    dropout_p: float = 0.0
+    is_varlen: bool = False
+
+
 VARIANTS = {
-    "full": (-1, -1, False, 0.0, 0.0),
-    "causal": (-1, 0, False, 0.0, 0.0),
-    "window_softcap": (1023, 0, False, 30.0, 0.0),
+    "full": Variant(),
+    "causal": Variant((-1, 0)),
+    "window_softcap": Variant((1023, 0), softcap=30.0),
+    "alibi_sink": Variant((-1, 0), has_alibi=True, has_sink=True),
+    "varlen": Variant((-1, 0), is_varlen=True),
+    "dropout": Variant((-1, 0), dropout_p=0.1),
+    "mask": Variant(bias=torch.bool),
+    "bias": Variant(bias=torch.bfloat16),
 }
+
+
+def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Nothing is allocated: a launch asks for types, shapes and strides."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _problem(head_dim: int, variant: Variant, arch: int, dtype: torch.dtype) -> Problem:
+    """8192 rows and keys of 32 heads on 8 KV heads."""
+    q, k = (_empty(1, 8192, heads, head_dim, dtype=dtype) for heads in (32, 8))
+    sequences = None
+    if variant.is_varlen:
+        q, k, ends = q[0], k[0], _empty(5, dtype=torch.int64)
+        sequences = Sequences(ends, ends, 2)
+    return Problem(
+        *(q, k, k),
+        bias=None if variant.bias is None else _empty(1, 1, 8192, 8192, dtype=variant.bias),
+        slopes=_empty(1, 32, dtype=torch.float32) if variant.has_alibi else None,
+        sink=_empty(32, dtype=dtype) if variant.has_sink else None,
+        rng=_empty(2, dtype=torch.int64) if variant.dropout_p else None,
+        options=AttentionOptions(
+            head_dim**-0.5, *variant.window, False, variant.softcap, variant.dropout_p
+        ),
+        sequences=sequences,
+        target=CHIPS[arch],
+    )
 
 
 def attention_launches(
     head_dim: int, variant: str, arch: int, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Launch]:
-    """The kernels of a training step and of a decode step, by name; nothing is allocated."""
-
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    options = AttentionOptions(head_dim**-0.5, *VARIANTS[variant])
-    q, k = empty(1, 8192, 32, head_dim), empty(1, 8192, 8, head_dim)
-    lse = empty(1, 32, 8192, dtype=torch.float32)
-    problem = Problem(q, k, k, None, None, None, None, options, target=CHIPS[arch])
-    step = Problem(q[:, :1], k, k, None, None, None, None, options, target=CHIPS[arch])
-    cache = Cache(empty(1, dtype=torch.int32), None, None, None, 8192)
+    """The kernels of a training step and, where there is one, of a decode step, by name."""
+    chosen = VARIANTS[variant]
+    problem = _problem(head_dim, chosen, arch, dtype)
+    q, k = problem.q, problem.k
+    lse = _empty(*((1, 32, 8192) if q.dim() == 4 else (32, 8192)), dtype=torch.float32)
     passes = key_gradients_launches(problem, q, lse, lse, k, k)
     names = ("dk_dv",) if len(passes) == 1 else ("dv", "dk")
-    return {
+    launches = {
         "forward": forward_launch(problem, q, lse),
+        "delta": delta_launch(problem, q, q, None, lse, lse),
         **dict(zip(names, passes, strict=True)),
         "dq": query_gradients_launch(problem, q, lse, lse, q),
-        "decode": decode_launches(step, cache, q[:, :1], lse[:, :, :1])[0],
     }
+    if problem.bias is not None and problem.bias.dtype != torch.bool:
+        launches["dbias"] = bias_gradient_launch(problem, q, lse, lse, problem.bias)
+    if problem.is_plain and not chosen.is_varlen:
+        step = replace(problem, q=q[:, :1])
+        cache = Cache(_empty(1, dtype=torch.int32), None, None, None, 8192)
+        launches["decode"] = decode_launches(step, cache, q[:, :1], lse[:, :, :1])[0]
+    return launches
 
 
 def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
     """Kernels with everything switched on that ``attention_launches`` leaves off."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return _empty(*shape, dtype=dtype)
 
     options = AttentionOptions(0.1, 100, 0, True, 0.0, 0.1)
     q, k, lse = empty(2, 999, 8, 96), empty(2, 777, 2, 96), empty(2, 8, 999, dtype=torch.float32)
@@ -72,12 +119,12 @@ def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
         passes = key_gradients_launches(problem, q, lse, lse, k, k)
         launches |= {
             f"{name} bias forward": forward_launch(problem, q, lse),
+            f"{name} bias delta": delta_launch(problem, q, q, lse, lse, lse),
             f"{name} bias dq": query_gradients_launch(problem, q, lse, lse, q),
             **{f"{name} bias dk, dv {i}": launch for i, launch in enumerate(passes)},
         }
         if name == "float":
             launches["dbias"] = bias_gradient_launch(problem, q, lse, lse, bias)
-    launches["delta"] = delta_launch(q, q, lse, lse, lse)
 
     ends = empty(5, dtype=torch.int64)
     flat = Problem(
@@ -87,6 +134,7 @@ def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
     )  # fmt: skip
     by_head = lse[0]
     launches["varlen forward"] = forward_launch(flat, q[0], by_head)
+    launches["varlen delta"] = delta_launch(flat, q[0], q[0], by_head, by_head, by_head)
     launches["varlen dq"] = query_gradients_launch(flat, q[0], by_head, by_head, q[0])
     for i, launch in enumerate(key_gradients_launches(flat, q[0], by_head, by_head, k[0], k[0])):
         launches[f"varlen dk, dv {i}"] = launch
