@@ -7,8 +7,8 @@
 // clang-format off
 #include "cpu/flash_attn_gemm-inl.h"
 #include "cpu/flash_attn_pack-inl.h"
-#include "cpu/flash_attn_stream-inl.h"
 #include "cpu/flash_attn_scores-inl.h"
 #include "cpu/flash_attn_forward-inl.h"
+#include "cpu/flash_attn_stream-inl.h"
 #include "cpu/flash_attn_backward-inl.h"
 // clang-format on

@@ -36,7 +36,9 @@ constexpr int kAttnBlocks = 4;
 constexpr int kAttnPanel = 64;
 // Widths are padded with zeros to this, a whole number of registers on every instruction set.
 constexpr int kAttnPad = 16;
-// Keys that one task of a decode call goes through; what a row adds up depends on nothing else.
+// Rows of a KV head up to which its keys are read where they lie: packing them would cost more.
+constexpr int kAttnStreamRows = 16;
+// Keys that one task of such a call goes through; what a row adds up depends on nothing else.
 constexpr int kAttnSplit = 1024;
 
 constexpr int64_t attn_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
@@ -60,6 +62,10 @@ struct AttnSequence {
   int64_t q, k, v, dout;         // elements before it in the tensors
   int64_t lse;                   // elements before row 0 of head 0 in lse
   int64_t batch;                 // its index: for dropout, bias and slopes
+  // Where k and v are pages: page i holds positions i * page_size and on, and key 0 is position
+  // page_key of them. Null: the keys lie row after row.
+  const int64_t* pages = nullptr;
+  int64_t page_key = 0;
 };
 
 struct AttnBias {
@@ -73,6 +79,7 @@ struct FlashAttnArgs {
   AttnTensor q, k, v, dout;
   const AttnSequence* sequences;
   int64_t num_sequences, heads, kv_heads, head_dim, value_dim;
+  int64_t page_size, k_page, v_page;  // of sequences in pages; from page to page in elements
 
   double scale, softcap;              // softcap 0: off
   int64_t window_left, window_right;  // below 0: no limit
@@ -124,12 +131,22 @@ struct AttnForwardTask {
   int64_t num_heads, partial_head;
 };
 
+// All rows of KV heads [kv_head, kv_head + num_heads) of a sequence, together at most kAttnRows and
+// at most kAttnStreamRows a head, with keys [first_key, last_key), read where they lie. No bias.
+struct AttnStreamTask {
+  const AttnSequence* sequence;
+  int64_t kv_head, num_heads;  // 1 head where its rows are no whole registers: see attn_is_in_place
+  int64_t first_key, last_key;
+  void* partial;  // [num_heads * rows][attn_ld(E) + kAttnPad]; null: the task finishes its rows
+};
+
 // The functions of one instruction set for one type.
 struct FlashAttnBody {
   // Keys [first, last) into k_panels and v_rows; backward also into v_panels and k_rows.
   // first is a multiple of kAttnPanel.
   void (*pack_keys)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last, bool backward);
   void (*forward)(const FlashAttnArgs&, const AttnForwardTask&, void* scratch);
+  void (*stream)(const FlashAttnArgs&, const AttnStreamTask&, void* scratch);
   // Joins the partial results of all splits of some rows, `stride` scalars apart.
   void (*join)(const FlashAttnArgs&, const AttnForwardTask&, int64_t num_splits, int64_t stride,
                void* scratch);
@@ -144,6 +161,12 @@ struct FlashAttnBody {
   void (*finish_dq)(const FlashAttnArgs&, AttnHead&, int64_t first, int64_t last,
                     int64_t num_parts);
 };
+
+// Whether rows of k and v can be read by whole registers; else a task copies them first.
+inline bool attn_is_in_place(const FlashAttnArgs& args) {
+  return args.k.dim == 1 && args.v.dim == 1 && args.head_dim % kAttnPad == 0 &&
+         args.value_dim % kAttnPad == 0;
+}
 
 // Scalars of scratch that one worker needs.
 constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim) {

@@ -67,6 +67,15 @@ struct Floats : Vector<float, 32> {
       rows[c + 4] = _mm256_permute2f128_ps(quads[c], quads[c + 4], 0x31);
     }
   }
+
+  static Vec sum_rows(const Vec (&rows)[8]) {
+    const auto half = [&](int i) {  // of rows i .. i + 3, low and high lanes apart
+      return _mm256_hadd_ps(_mm256_hadd_ps(rows[i], rows[i + 1]),
+                            _mm256_hadd_ps(rows[i + 2], rows[i + 3]));
+    };
+    const __m256 a = half(0), b = half(4);
+    return _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+  }
 };
 
 struct Doubles : Vector<double, 32> {

@@ -100,6 +100,26 @@ struct Floats : Vector<float, 64> {
       rows[c + 12] = _mm512_shuffle_f32x4(low13, high13, 0xdd);
     }
   }
+
+  // Neighbours are added while they are interleaved: half the shuffles of a transpose.
+  static Vec sum_rows(const Vec (&rows)[16]) {
+    __m512 quads[4];  // lane 4 q + r of quads[i]: what quarter q holds of row 4 i + r
+    for (int i = 0; i < 4; ++i) {
+      const __m512* r = rows + 4 * i;
+      const __m512 low =
+          _mm512_add_ps(_mm512_unpacklo_ps(r[0], r[1]), _mm512_unpackhi_ps(r[0], r[1]));
+      const __m512 high =
+          _mm512_add_ps(_mm512_unpacklo_ps(r[2], r[3]), _mm512_unpackhi_ps(r[2], r[3]));
+      const __m512d a = _mm512_castps_pd(low), b = _mm512_castps_pd(high);
+      quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    }
+    return fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]));
+  }
+  // Quarters of a and b, neighbours added.
+  static Vec fold(Vec a, Vec b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
 };
 
 struct Doubles : Vector<double, 64> {

@@ -295,11 +295,7 @@ void finish_dq(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t
 
 template <class S, class E>
 constexpr FlashAttnBody make_body() {
-  return {pack_keys<S, E>,
-          forward<S, E>,
-          join<S, E>,
-          pack_rows<S, E>,
-          kIsNarrow<E> ? add_deltas<S> : nullptr,
-          backward<S, E>,
-          finish_dq<S, E>};
+  return {pack_keys<S, E>, forward<S, E>,   stream<S, E>,
+          join<S, E>,      pack_rows<S, E>, kIsNarrow<E> ? add_deltas<S> : nullptr,
+          backward<S, E>,  finish_dq<S, E>};
 }

@@ -166,40 +166,7 @@ void finish_rows(ForwardBlock<S>& block) {
   }
 }
 
-// Whether a tile may be read in place: few rows that see all of it, whole registers side by side.
-template <class S>
-bool is_streamed(const ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
-  const FlashAttnArgs& args = block.args;
-  if (block.rows > kStreamRows || args.bias.data != nullptr) return false;
-  if (args.k.dim != 1 || args.v.dim != 1) return false;
-  if (args.head_dim % S::kLanes != 0 || args.value_dim % S::kLanes != 0) return false;
-  for (int r = 0; r < block.rows; ++r) {
-    if (block.keys[r].first > tile_key || block.keys[r].last < tile_key + count) return false;
-  }
-  return true;
-}
-
-template <class S, class E>
-void stream_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
-  using T = typename S::Scalar;
-  const FlashAttnArgs& args = block.args;
-  stream_keys<S, E>(block.q, block.ldq, block.rows,
-                    attn_row<E>(args.k, block.seq.k, tile_key, block.kv_head), args.k.row, count,
-                    args.head_dim, block.s);
-  find_maxima<S>(block, tile_key, count);
-  exponentials<S>(block, tile_key, count);
-  for (int r = 0; r < block.rows; ++r) {
-    const auto rescale = S::set1(block.rescale[r]);
-    for (T* o = block.o + r * block.ldo; o < block.o + (r + 1) * block.ldo; o += S::kLanes) {
-      S::store(o, block.is_first ? typename S::Vec{} : S::load(o) * rescale);
-    }
-  }
-  stream_weighted<S, E>(block.s, block.rows,
-                        attn_row<E>(args.v, block.seq.v, tile_key, block.kv_head), args.v.row,
-                        count, args.value_dim, block.o, block.ldo);
-}
-
-// The part of a tile that a block sees: read in place, packed here, or packed before.
+// The part of a tile that a block sees: packed here, or packed before.
 template <class S, class E>
 void meet_tile(ForwardBlock<S>& block, const AttnForwardTask& task, int64_t key, int64_t count,
                typename S::Scalar* scratch) {
@@ -209,8 +176,6 @@ void meet_tile(ForwardBlock<S>& block, const AttnForwardTask& task, int64_t key,
     forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
                     static_cast<T*>(task.head->v_rows) + key * block.ldo,
                     task.head->is_finite.load(std::memory_order_relaxed));
-  } else if (is_streamed(block, key, count)) {
-    stream_tile<S, E>(block, key, count);
   } else {
     T* v_rows = scratch + kAttnKeys * block.ldq;
     FiniteCheck<S> check;

@@ -1,13 +1,12 @@
 #include "cpu/flash_attn_run.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <memory>
-#include <new>
 #include <vector>
+
+#include "cpu/flash_attn_pages.h"
+#include "cpu/flash_attn_stream.h"
+#include "cpu/flash_attn_work.h"
 
 namespace mcp {
 namespace {
@@ -16,70 +15,11 @@ namespace {
 constexpr int64_t kPackPart = 512;
 // Packed heads that are held at a time: what a shared cache has for two cores.
 constexpr int64_t kPackedBytes = 32 << 20;
-// Multiply-adds below which waking a thread costs more than it brings: ~20 us of work.
-constexpr int64_t kSerialWork = 1 << 20;
 // Backward tasks that a call is cut into where it has fewer heads than that, and the fewest keys
 // that are worth a part of dq of their own. Shapes alone decide, never the number of threads.
 constexpr int64_t kBackwardTasks = 8;
 constexpr int64_t kMaxParts = 8;
 constexpr int64_t kKeysOfPart = 512;
-
-constexpr int64_t kCacheLine = 64;
-constexpr int64_t kHugePage = 2 << 20;
-
-// Memory on cache lines, not initialised. Where it is large the system is asked for huge pages:
-// thousands of page faults would take several percent of a call.
-class Memory {
- public:
-  explicit Memory(int64_t bytes) : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine) {
-    const size_t size = static_cast<size_t>(attn_round_up(std::max<int64_t>(bytes, 1), align_));
-    data_ = static_cast<char*>(::operator new(size, std::align_val_t(align_)));
-#if defined(__linux__)
-    if (align_ == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a wish: it may be refused
-#endif
-  }
-  ~Memory() { ::operator delete(data_, std::align_val_t(align_)); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  char* at(int64_t byte) const { return data_ + byte; }
-
- private:
-  int64_t align_;
-  char* data_;
-};
-
-int64_t scalar_bytes(const FlashAttnArgs& args) {
-  return args.type == AttnType::kFloat64 ? sizeof(double) : sizeof(float);
-}
-
-struct Work {
-  const FlashAttnArgs& args;
-  const FlashAttnBody& body;
-  const FlashAttnThreads& threads;
-  int64_t num_threads;  // 1 where the call is small
-
-  // Calls task(i, worker) once for each i in [0, count); threads take the next one when they are
-  // done with theirs.
-  template <class Task>
-  void share(int64_t count, const Task& task) const {
-    const int64_t workers = std::min(num_threads, count);
-    if (workers <= 1) {
-      for (int64_t i = 0; i < count; ++i) task(i, 0);
-      return;
-    }
-    std::atomic<int64_t> next{0};
-    threads.parallel_for(workers, [&](int64_t worker) {
-      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, worker);
-    });
-  }
-};
-
-// Bytes of an array of scalars, rounded up so that the next one begins on a cache line too.
-int64_t array_bytes(const FlashAttnArgs& args, int64_t scalars) {
-  return attn_round_up(scalars * scalar_bytes(args), kCacheLine);
-}
-
-int64_t group_of(const FlashAttnArgs& args) { return args.heads / args.kv_heads; }
 
 int64_t parts_of(const FlashAttnArgs& args, const AttnSequence& seq) {
   const int64_t heads = args.num_sequences * args.kv_heads;
@@ -129,17 +69,6 @@ std::vector<AttnHead> list_heads(const FlashAttnArgs& args) {
     heads[i].is_finite.store(true, std::memory_order_relaxed);
   }
   return heads;
-}
-
-Work plan_work(const FlashAttnArgs& args, const FlashAttnBody& body,
-               const FlashAttnThreads& threads) {
-  double products = 0;
-  for (int64_t b = 0; b < args.num_sequences; ++b) {
-    products += static_cast<double>(args.sequences[b].num_rows) *
-                static_cast<double>(args.sequences[b].num_keys);
-  }
-  products *= static_cast<double>(args.heads * (args.head_dim + args.value_dim));
-  return {args, body, threads, products < kSerialWork ? 1 : threads.count};
 }
 
 // Runs `wave` on as many heads at a time as their arrays may take of memory; at least one, and one
@@ -198,7 +127,7 @@ void forward_packed(const Work& work, const Memory& scratch, int64_t scratch_byt
   in_waves(work, packed, false, [&](AttnHead* heads, int64_t count) {
     const std::vector<Part> keys = cut(heads, count, kPackPart, num_keys);
     work.share(static_cast<int64_t>(keys.size()), [&](int64_t i, int64_t) {
-      work.body.pack_keys(work.args, *keys[i].head, keys[i].first, keys[i].last, false);
+      pack_keys_of(work.args, work.body, *keys[i].head, keys[i].first, keys[i].last);
     });
     const int64_t step = kAttnBlocks * kAttnRows;
     const std::vector<Part> rows = cut(
@@ -283,33 +212,49 @@ void forward_split(const Work& work, const Memory& scratch, int64_t scratch_byte
   });
 }
 
+// The heads with rows that `is_chosen` takes.
+template <class Chosen>
+std::vector<AttnHead> choose(const std::vector<AttnHead>& heads, const Chosen& is_chosen) {
+  const auto takes = [&](const AttnHead& head) {
+    return head.sequence->num_rows > 0 && is_chosen(head);
+  };
+  std::vector<AttnHead> chosen(std::count_if(heads.begin(), heads.end(), takes));
+  size_t next = 0;
+  for (const AttnHead& head : heads) {
+    if (!takes(head)) continue;
+    chosen[next].sequence = head.sequence;
+    chosen[next].kv_head = head.kv_head;
+    chosen[next++].is_finite.store(true, std::memory_order_relaxed);
+  }
+  return chosen;
+}
+
 }  // namespace
 
 void run_flash_attn(const FlashAttnArgs& args, const FlashAttnBody& body,
                     const FlashAttnThreads& threads) {
   const Work work = plan_work(args, body, threads);
   std::vector<AttnHead> all = list_heads(args);
-  int64_t num_packed = 0, num_split = 0;
-  const auto is_packed = [&](const AttnHead& head) {
-    return head.sequence->num_rows * group_of(args) > kAttnRows;
+  const auto rows_of = [&](const AttnHead& head) {
+    return head.sequence->num_rows * group_of(args);
   };
-  for (const AttnHead& head : all) {
-    (is_packed(head) ? num_packed : num_split) += head.sequence->num_rows > 0;
-  }
-  std::vector<AttnHead> packed(num_packed), split(num_split);
-  num_packed = num_split = 0;
-  for (const AttnHead& head : all) {
-    if (head.sequence->num_rows == 0) continue;
-    AttnHead& to = is_packed(head) ? packed[num_packed++] : split[num_split++];
-    to.sequence = head.sequence;
-    to.kv_head = head.kv_head;
-    to.is_finite.store(true, std::memory_order_relaxed);
-  }
+  const auto is_streamed = [&](const AttnHead& head) {
+    return rows_of(head) <= kAttnStreamRows && args.bias.data == nullptr;
+  };
+  const auto is_split = [&](const AttnHead& head) {
+    return !is_streamed(head) && rows_of(head) <= kAttnRows && head.sequence->pages == nullptr;
+  };
+  const auto is_packed = [&](const AttnHead& head) {
+    return !is_streamed(head) && !is_split(head);
+  };
+  std::vector<AttnHead> streamed = choose(all, is_streamed), split = choose(all, is_split),
+                        packed = choose(all, is_packed);
   const int64_t scratch_bytes =
       array_bytes(args, attn_forward_scratch(args.head_dim, args.value_dim));
   const Memory scratch(work.num_threads * scratch_bytes);
   if (!packed.empty()) forward_packed(work, scratch, scratch_bytes, packed);
   if (!split.empty()) forward_split(work, scratch, scratch_bytes, split);
+  if (!streamed.empty()) stream_heads(work, scratch, scratch_bytes, streamed);
 }
 
 void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,

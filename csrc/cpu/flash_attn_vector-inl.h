@@ -187,6 +187,12 @@ struct Vector {
     }
     for (int i = 0; i < kLanes; ++i) rows[i] = columns[i];
   }
+  // Lane i is the sum of rows[i].
+  static Vec sum_rows(const Vec (&rows)[kLanes]) {
+    Vec sums;
+    for (int i = 0; i < kLanes; ++i) sums[i] = reduce_add(rows[i]);
+    return sums;
+  }
 };
 
 // Up to a register of elements `stride` apart; the rest is 0.

@@ -1,0 +1,87 @@
+// What the parts of an attention call share: memory, threads, sizes. No torch here.
+#pragma once
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <new>
+
+#include "cpu/flash_attn_run.h"
+
+namespace mcp {
+
+// Multiply-adds below which waking a thread costs more than it brings: ~20 us of work.
+constexpr int64_t kSerialWork = 1 << 20;
+
+constexpr int64_t kCacheLine = 64;
+constexpr int64_t kHugePage = 2 << 20;
+
+// Memory on cache lines, not initialised. Where it is large the system is asked for huge pages:
+// thousands of page faults would take several percent of a call.
+class Memory {
+ public:
+  explicit Memory(int64_t bytes) : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine) {
+    const size_t size = static_cast<size_t>(attn_round_up(std::max<int64_t>(bytes, 1), align_));
+    data_ = static_cast<char*>(::operator new(size, std::align_val_t(align_)));
+#if defined(__linux__)
+    if (align_ == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a wish: it may be refused
+#endif
+  }
+  ~Memory() { ::operator delete(data_, std::align_val_t(align_)); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* at(int64_t byte) const { return data_ + byte; }
+
+ private:
+  int64_t align_;
+  char* data_;
+};
+
+inline int64_t scalar_bytes(const FlashAttnArgs& args) {
+  return args.type == AttnType::kFloat64 ? sizeof(double) : sizeof(float);
+}
+
+struct Work {
+  const FlashAttnArgs& args;
+  const FlashAttnBody& body;
+  const FlashAttnThreads& threads;
+  int64_t num_threads;
+
+  // Calls task(i, worker) once for each i in [0, count); threads take the next one when they are
+  // done with theirs.
+  template <class Task>
+  void share(int64_t count, const Task& task) const {
+    const int64_t workers = std::min(num_threads, count);
+    if (workers <= 1) {
+      for (int64_t i = 0; i < count; ++i) task(i, 0);
+      return;
+    }
+    std::atomic<int64_t> next{0};
+    threads.parallel_for(workers, [&](int64_t worker) {
+      for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) task(i, worker);
+    });
+  }
+};
+
+// Bytes of an array of scalars, rounded up so that the next one begins on a cache line too.
+inline int64_t array_bytes(const FlashAttnArgs& args, int64_t scalars) {
+  return attn_round_up(scalars * scalar_bytes(args), kCacheLine);
+}
+
+inline int64_t group_of(const FlashAttnArgs& args) { return args.heads / args.kv_heads; }
+
+// One thread where the call is small.
+inline Work plan_work(const FlashAttnArgs& args, const FlashAttnBody& body,
+                      const FlashAttnThreads& threads) {
+  double products = 0;
+  for (int64_t b = 0; b < args.num_sequences; ++b) {
+    products += static_cast<double>(args.sequences[b].num_rows) *
+                static_cast<double>(args.sequences[b].num_keys);
+  }
+  products *= static_cast<double>(args.heads * (args.head_dim + args.value_dim));
+  return {args, body, threads, products < kSerialWork ? 1 : threads.count};
+}
+
+}  // namespace mcp
