@@ -24,6 +24,7 @@ from mcp_kernels.ops.attention_varlen_functions import (
     flash_attn_varlen_qkvpacked_func,
 )
 from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
+from mcp_kernels.ops.compressed_all_reduce import compressed_all_reduce
 from mcp_kernels.ops.fp8_compress import fp8_compress, fp8_decompress, fp8_reduce
 from mcp_kernels.ops.int4_compress import int4_compress, int4_decompress, int4_reduce
 from mcp_kernels.ops.int8_compress import int8_compress, int8_decompress, int8_reduce
@@ -31,6 +32,7 @@ from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mcp_kernels.ops.merge_attention import merge_attention
 from mcp_kernels.ops.onebit_adam_update import onebit_adam_update
+from mcp_kernels.ops.onebit_all_reduce import onebit_all_reduce, onebit_buffers
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
 from mcp_kernels.ops.onebit_compress_momentum import onebit_compress_momentum
 from mcp_kernels.ops.onebit_reduce import onebit_reduce
@@ -44,6 +46,7 @@ __all__ = [
     "all_gather_matmul",
     "all_reduce",
     "build_info",
+    "compressed_all_reduce",
     "copy_to_group",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -65,6 +68,8 @@ __all__ = [
     "matmul_reduce_scatter",
     "merge_attention",
     "onebit_adam_update",
+    "onebit_all_reduce",
+    "onebit_buffers",
     "onebit_compress",
     "onebit_compress_momentum",
     "onebit_decompress",

@@ -1,0 +1,408 @@
+"""What one flat bucket of OneBitAdam holds, and its two kinds of step.
+
+Stage 1 is torch's fused AdamW on the bucket's moments. ``freeze`` turns the second moment into the
+divisor of stage 2 and hands the first moment over; from then on the momentum is codes.
+
+Letters: P, S as in ``_flat_params``; B = blocks; t = steps done, this one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcp_kernels.ops import _comm
+from mcp_kernels.ops._code_exchange import Chunks, CodeExchange, uncompressed_bytes
+from mcp_kernels.ops._codecs import ONEBIT
+from mcp_kernels.ops.onebit_adam_update import onebit_adam_update
+from mcp_kernels.ops.onebit_compress_momentum import onebit_compress_momentum
+from mcp_kernels.optim._flat_params import FlatParams
+from mcp_kernels.optim.flat_buffer import flat_buffer
+
+
+class Mask(Protocol):
+    """Says which coordinates have no usable variance."""
+
+    def __call__(self, name: str, v_hat: Tensor, /) -> Tensor | None:
+        """Bool like ``v_hat`` (1-D, part of parameter ``name``), True where masked, or None."""
+        ...
+
+
+class AdamBucket:
+    """State of the parameters of one device, dtype, betas and eps on this rank.
+
+    Args:
+        flat: the parameters.
+        betas: decay of the two moments.
+        eps: added to the root of the second.
+        group: ranks that average gradients; None is this rank alone.
+        compresses: False stays in stage 1 for ever.
+    """
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        betas: tuple[float, float],
+        eps: float,
+        group: dist.ProcessGroup | None,
+        *,
+        compresses: bool,
+    ) -> None:
+        self.flat, self.betas, self.eps = flat, betas, eps
+        self.group, self.compresses = group, compresses
+        self.layout = flat.layout
+        span = flat.span[1] - flat.span[0]
+        # The momentum: [S] float32 in stage 1, [P] until the first compressed step, then codes.
+        self.exp_avg: Tensor | None = self.new_buffer(span, flat.state_dtype)  # [S]
+        self.exp_avg_sq: Tensor | None = self.new_buffer(span, flat.state_dtype)  # [S], stage 1
+        self.denom: Tensor | None = None  # [S] float32, stage 2
+        self.bits: Tensor | None = None  # [P / 8] uint8
+        self.scales: Tensor | None = None  # [B] float32
+        self.worker_error: Tensor | None = None  # [P] float32
+        self.server_error: Tensor | None = None  # [P / W] float32
+        self.steps = [torch.zeros((), device=flat.device) for _ in flat.params]
+        self.master: Tensor | None = None
+        if flat.has_master:
+            self.master = self.new_buffer(span, flat.state_dtype)
+            flat.fill_span(self.master, flat.params)
+        self._grads: Tensor | None = None
+        self.averaged: list[Tensor] = []
+        """Stage 1: the averaged gradient of each segment that has one, set by ``average``."""
+        self._with_grad: list[int] = []
+        self._zero = torch.zeros((), dtype=flat.dtype, device=flat.device)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether this bucket is in stage 2."""
+        return self.denom is not None
+
+    def new_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Zeros on the bucket's device, on huge pages where there are any."""
+        return flat_buffer(numel, dtype, self.flat.device)
+
+    # --- stage 1 --------------------------------------------------------------------------------
+
+    def average(self, present: Sequence[bool], *, is_local: bool) -> None:
+        """Collect the averaged gradients of this rank's span.
+
+        Args:
+            present: for each parameter, whether some rank has a gradient.
+            is_local: gradients are this rank's own and are averaged here; otherwise they arrive
+                averaged.
+        """
+        flat, grads = self.flat, [p.grad for p in self.flat.params]
+        self._with_grad = [i for i, segment in enumerate(flat.segments) if present[segment.index]]
+        if is_local and self.group is not None:
+            views = flat.span_views(self._average_flat(grads, self.group))
+            self.averaged = [views[i] for i in self._with_grad]
+        elif not flat.has_master:
+            self.averaged = [self._grad(flat.segments[i].index) for i in self._with_grad]
+        else:
+            if self._grads is None:
+                self._grads = self.new_buffer(flat.span[1] - flat.span[0], flat.state_dtype)
+            flat.fill_span(self._grads, grads)
+            views = flat.span_views(self._grads)
+            self.averaged = [views[i] for i in self._with_grad]
+
+    def square_sum(self, options: Sequence[Mapping[str, Any]]) -> Tensor:
+        """Squared norm of this rank's gradients, float64 ``[]``, by groups' ``norm_weight``.
+
+        In stage 1 of the averaged gradient, which every rank of the group counts; in stage 2 of
+        this rank's own.
+        """
+        flat = self.flat
+        if self.is_frozen:
+            found = [(flat.groups[i], p.grad) for i, p in enumerate(flat.params)]
+        else:
+            indices = (flat.groups[flat.segments[i].index] for i in self._with_grad)
+            found = list(zip(indices, self.averaged, strict=True))
+        grads = [(group, grad) for group, grad in found if grad is not None and grad.numel()]
+        if not grads:
+            return torch.zeros((), dtype=torch.float64)
+        squares = torch.stack(torch._foreach_norm([grad for _, grad in grads])).double().square()
+        weights = [float(options[group]["norm_weight"]) for group, _ in grads]
+        if any(weight != 1.0 for weight in weights):
+            squares *= torch.tensor(weights, dtype=torch.float64, device=squares.device)
+        ranks_counting = 1 if self.group is None or self.is_frozen else self.group.size()
+        return squares.sum() * (ranks_counting if flat.is_sharded else 1)
+
+    def variance_norm(self, count: int) -> float:
+        """1-norm of this rank's part of the second moment after ``count`` steps, bias-corrected."""
+        assert self.exp_avg_sq is not None
+        total = self.exp_avg_sq.sum(dtype=torch.float64).item()
+        return total / (1 - self.betas[1] ** count)
+
+    def _grad(self, index: int) -> Tensor:
+        """A parameter's gradient, zeros without memory where it has none."""
+        param = self.flat.params[index]
+        return self._zero.expand(param.shape) if param.grad is None else param.grad
+
+    def _average_flat(self, grads: Sequence[Tensor | None], group: dist.ProcessGroup) -> Tensor:
+        """Mean over ranks, as this rank's span of the flat buffer."""
+        if self._grads is None:
+            self._grads = self.new_buffer(self.layout.padded_numel, self.flat.state_dtype)
+        for view, grad in zip(self.flat.views(self._grads), grads, strict=True):
+            if grad is None:
+                view.zero_()
+            else:
+                view.copy_(grad)
+        if self.flat.is_sharded:
+            mine = _comm.scatter_sum(self._grads, group, 0)
+        else:
+            mine = _comm.sum_over_ranks_(self._grads, group)
+        return mine.div_(group.size())
+
+    def adam_step(
+        self, options: Sequence[Mapping[str, Any]], factor: float, present: Sequence[bool]
+    ) -> None:
+        """Take a step of torch's fused AdamW on what ``average`` collected, times ``factor``.
+
+        Args:
+            options: of every parameter group: ``lr`` and ``weight_decay``.
+            factor: of the gradients: clipping and loss scale.
+            present: as given to ``average``; those parameters' steps are counted.
+        """
+        flat = self.flat
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
+        counted = [
+            steps for steps, is_present in zip(self.steps, present, strict=True) if is_present
+        ]
+        if counted:
+            torch._foreach_add_(counted, 1)
+        if factor != 1.0:
+            torch._foreach_mul_(self.averaged, factor)
+        moments = [self._segment_views(m) for m in (self.exp_avg, self.exp_avg_sq)]
+        if self.master is None:
+            targets: list[Tensor] = [flat.params[s.index] for s in flat.segments]
+        else:
+            targets = self._segment_views(self.master)
+        grads = dict(zip(self._with_grad, self.averaged, strict=True))
+        for group in sorted({flat.groups[flat.segments[i].index] for i in grads}):
+            chosen = [i for i in grads if flat.groups[flat.segments[i].index] == group]
+            torch._fused_adamw_(
+                [targets[i] for i in chosen],
+                [grads[i].view(targets[i].shape) for i in chosen],
+                [moments[0][i] for i in chosen],
+                [moments[1][i] for i in chosen],
+                [],
+                [self.steps[flat.segments[i].index] for i in chosen],
+                lr=float(options[group]["lr"]),
+                beta1=self.betas[0],
+                beta2=self.betas[1],
+                weight_decay=float(options[group]["weight_decay"]),
+                eps=self.eps,
+                amsgrad=False,
+                maximize=False,
+            )
+        self.averaged = []
+        if self.master is not None:
+            self._publish()
+
+    def _segment_views(self, flat_S: Tensor) -> list[Tensor]:
+        """Views of the segments, in their parameters' shapes where those are whole."""
+        flat = self.flat
+        return [
+            view if flat.has_master else view.view(flat.params[segment.index].shape)
+            for segment, view in zip(flat.segments, flat.span_views(flat_S), strict=True)
+        ]
+
+    def _publish(self) -> None:
+        """Give the parameters the values of the master weights."""
+        assert self.master is not None
+        values = self.master.to(self.flat.dtype)
+        if self.flat.is_sharded:
+            assert self.group is not None
+            values = _comm.gather(values, self.group, 0)
+        self.flat.load_params(values)
+
+    # --- the switch -----------------------------------------------------------------------------
+
+    def freeze(self, mask: Mask, floor: float, count: int) -> int:
+        """Leave stage 1 after ``count`` steps; collective where the state is sharded.
+
+        The bias corrections are folded in once: ``denom = sqrt(v / (1 - beta2^t)) + eps``.
+
+        Args:
+            mask: coordinates that get an infinite ``denom``, so no update.
+            floor: smallest root of a variance, as a part of the root mean variance of its block.
+            count: t.
+
+        Returns:
+            Masked coordinates in this rank's span.
+        """
+        flat, masked = self.flat, 0
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
+        if self.exp_avg.dtype != torch.float32:
+            raise TypeError(
+                f"OneBitAdam: parameters must be float32, bfloat16 or float16 after the switch, "
+                f"got {self.flat.dtype}; keep freeze_step above the number of steps"
+            )
+        hidden: list[tuple[Tensor, Tensor]] = []
+        views = zip(flat.span_views(self.exp_avg), flat.span_views(self.exp_avg_sq), strict=True)
+        for segment, (m, v) in zip(flat.segments, views, strict=True):
+            steps = self.steps[segment.index].item()
+            if 0 < steps < count:  # as if its momentum had the bias of t steps, like all others
+                m.mul_((1 - self.betas[0] ** count) / (1 - self.betas[0] ** steps))
+            v.div_(1 - self.betas[1] ** max(steps, 1))
+            where = mask(flat.names[segment.index], v)
+            if where is not None:
+                hidden.append((v, where))
+        if floor > 0:
+            self._raise_to_floor(self.exp_avg_sq, floor)
+        self.exp_avg_sq.sqrt_().add_(self.eps)
+        for v, where in hidden:
+            v.masked_fill_(where, torch.inf)
+            masked += int(where.sum())
+        self.denom, self.exp_avg_sq = self.exp_avg_sq, None
+        if flat.is_sharded:
+            assert self.group is not None
+            self.exp_avg = _comm.gather(self.exp_avg, self.group, 0)
+        # The buffer of averaged gradients is not needed any more and has the right size.
+        reused = None if self._grads is None else self._grads
+        self._grads = None
+        if reused is None or reused.numel() != self.layout.padded_numel:
+            reused = self.new_buffer(self.layout.padded_numel)
+        self.make_codes(reused.zero_())
+        return masked
+
+    def _raise_to_floor(self, v_S: Tensor, floor: float) -> None:
+        """No variance below ``floor`` squared times the mean of its block."""
+        start, stop = (edge // self.layout.block_size for edge in self.flat.span)
+        counts = self.layout.counts(self.flat.device)[start:stop].clamp(min=1)
+        blocks = v_S.view(-1, self.layout.block_size)
+        lowest = blocks.sum(1).div_(counts).mul_(floor * floor)
+        torch.maximum(blocks, lowest[:, None], out=blocks)
+
+    def make_codes(self, worker_error: Tensor) -> None:
+        """Zero codes and errors."""
+        device, layout = self.flat.device, self.layout
+        self.worker_error = worker_error
+        server = layout.chunk_numel if self.group is not None else 0
+        self.server_error = self.new_buffer(server)
+        self.bits = torch.zeros(layout.padded_numel // 8, dtype=torch.uint8, device=device)
+        self.scales = torch.zeros(layout.num_blocks, device=device)
+        if self.group is not None:
+            chunk, rank = layout.chunk_blocks, self.group.rank()
+            self._counts = layout.counts(device)[rank * chunk : (rank + 1) * chunk].clone()
+
+    # --- stage 2 --------------------------------------------------------------------------------
+
+    def start_compressed_step(self, factor: float) -> None:
+        """Momentum and codes of this rank's gradients; starts the all-to-all.
+
+        Args:
+            factor: of the gradients: clipping, loss scale, a sum turned into a mean.
+        """
+        assert self.bits is not None
+        assert self.scales is not None
+        assert self.worker_error is not None
+        assert self.server_error is not None
+        block = self.layout.block_size
+        grads, beta1 = [self._grad(i) for i in range(len(self.flat.params))], self.betas[0]
+        if self.exp_avg is not None:  # the first compressed step: the momentum is float32 still
+            grads, beta1, factor = self._first_momentum(grads, factor), 0.0, 1.0
+        bits, scales = onebit_compress_momentum(
+            grads,
+            *(self.bits, self.scales, self.worker_error),
+            beta1=beta1,
+            grad_scale=factor,
+            block_size=block,
+        )
+        world = 1 if self.group is None else self.group.size()
+        chunks = Chunks(self.layout.padded_numel, world, block, ONEBIT)
+        if self.group is None:
+            self.bits, self.scales, self.exp_avg = bits, scales, None
+            self._exchange = None
+            return
+        rows = torch.empty(world, chunks.row_bytes, dtype=torch.uint8, device=self.flat.device)
+        chunks.write_all(rows, bits, scales)
+        self._exchange = CodeExchange(
+            chunks, rows, self.server_error, self.group, counts=self._counts
+        )
+
+    def _first_momentum(self, grads: Sequence[Tensor], factor: float) -> list[Tensor]:
+        """``beta1 * m + (1 - beta1) * g`` from the float32 momentum, in its place."""
+        assert self.exp_avg is not None
+        self.exp_avg.mul_(self.betas[0])
+        views = self.flat.views(self.exp_avg)
+        for view, grad in zip(views, grads, strict=True):
+            view.add_(grad.to(torch.float32) * factor, alpha=1 - self.betas[0])
+        return views
+
+    def advance(self, options: Sequence[Mapping[str, Any]], count: int) -> None:
+        """Reduce this rank's chunk and start the all-gather; the owner of state updates here."""
+        if self._exchange is None:
+            return
+        if not self.flat.is_sharded:
+            self._exchange.advance()
+            return
+        bits, scales = self._exchange.reduce()
+        self._update(bits, scales, options, count)
+        assert self.master is not None
+        values = self.master.to(self.flat.dtype)
+        self._exchange.gather(bits, scales, values.view(torch.uint8))
+
+    def finish(self, options: Sequence[Mapping[str, Any]], count: int) -> None:
+        """Wait for the averaged momentum; update, or take over what the owners updated."""
+        if self._exchange is not None:
+            chunks = self._exchange.chunks
+            rows = self._exchange.wait()
+            bits, scales = chunks.read(rows, chunks.step)
+            self.bits, self.scales, self.exp_avg = bits.view(-1), scales.view(-1), None
+            self._exchange = None
+            if self.flat.is_sharded:
+                values = rows[:, chunks.row_bytes :].contiguous().view(-1).view(self.flat.dtype)
+                self.flat.load_params(values)
+                return
+        assert self.bits is not None
+        assert self.scales is not None
+        self._update(self.bits, self.scales, options, count)
+
+    def _update(
+        self, bits: Tensor, scales: Tensor, options: Sequence[Mapping[str, Any]], count: int
+    ) -> None:
+        """Update this rank's span by the codes of its span."""
+        flat, block = self.flat, self.layout.block_size
+        assert self.denom is not None
+        master_views = None
+        if flat.is_sharded:
+            assert self.master is not None
+            master_views = dict(zip(flat.segments, flat.span_views(self.master), strict=True))
+        for group, segments, start, stop in flat.group_runs:
+            lr = float(options[group]["lr"])
+            master = None
+            if master_views is not None:
+                targets = [master_views[s] for s in segments]
+            else:
+                targets = [flat.params[s.index] for s in segments]
+                master = None if self.master is None else self.master[start:stop]
+            decay = float(options[group]["weight_decay"])
+            onebit_adam_update(
+                targets,
+                self.denom[start:stop],
+                bits[start // 8 : stop // 8],
+                scales[start // block : stop // block],
+                lr=lr,
+                step_size=lr / (1 - self.betas[0] ** count),
+                weight_decays=[decay if self.steps[s.index] > 0 else 0.0 for s in segments],
+                block_size=block,
+                master=master,
+            )
+
+    # --- bytes ----------------------------------------------------------------------------------
+
+    def bytes_sent(self) -> tuple[int, int]:
+        """(bytes that this rank sends in a step as it is now, in float32 without compression)."""
+        world = 1 if self.group is None else self.group.size()
+        plain = uncompressed_bytes(self.layout.numel, world)
+        if not self.is_frozen:
+            return plain * self.flat.state_dtype.itemsize // 4, plain
+        row = Chunks(self.layout.padded_numel, world, self.layout.block_size, ONEBIT).row_bytes
+        shared = self.layout.chunk_numel * self.flat.dtype.itemsize if self.flat.is_sharded else 0
+        return (world - 1) * (2 * row + shared), plain

@@ -1,0 +1,408 @@
+"""Compressed all-reduce: its definition, what it conserves, what it sends, every group there is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+
+from mcp_kernels import onebit_all_reduce, onebit_buffers, onebit_compress, onebit_decompress
+from mcp_kernels.ops import _code_exchange
+from mcp_kernels.ops._code_exchange import uncompressed_bytes, wire_bytes
+from mcp_kernels.ops._codecs import CODECS, ONEBIT
+from mcp_kernels.ops._comm import split_sizes
+from mcp_kernels.ops.compressed_all_reduce import ErrorState, compressed_all_reduce
+from mcp_kernels.ops.host_groups import HostGroups
+from mcp_kernels.testing import assert_same_bits, make_gradient
+
+# 0 and 1; around a byte and a block of 64; chunks that are whole blocks, and none of that.
+SIZES = (0, 1, 7, 8, 9, 63, 64, 65, 1000, 4096, 12289)
+
+
+def inputs_of(rank, step, numel):
+    return make_gradient(numel, seed=1000 * step + rank)
+
+
+def on_ranks(ranks, world, fn, *args):
+    """Results of ``fn``; six ranks are made for the call, fewer are there already."""
+    if world <= ranks.world_size:
+        return ranks.run(fn, *args, ranks=world)
+    pool = RankPool(world)
+    try:
+        return pool.run(fn, *args)
+    finally:
+        pool.close()
+
+
+# --- the definition -----------------------------------------------------------------------------
+
+
+def onebit_steps(rank, world, numel, block_size, steps):
+    worker, server = onebit_buffers(numel, block_size=block_size)
+    results = [
+        onebit_all_reduce(inputs_of(rank, step, numel), worker, server, block_size=block_size)
+        for step in range(steps)
+    ]
+    return results, worker, server
+
+
+def defined_steps(world, numel, block_size, steps):
+    """All ranks at once, from one-rank compression: chunks, mean in rank order, second coding."""
+    sizes = split_sizes(numel, world)
+    workers = [torch.zeros(numel) for _ in range(world)]
+    servers = [torch.zeros(size) for size in sizes]
+    results = []
+    for step in range(steps):
+        xs = [inputs_of(rank, step, numel) for rank in range(world)]
+        parts, start = [], 0
+        for owner, size in enumerate(sizes):
+            cut = slice(start, start + size)
+            start += size
+            total = torch.zeros(size)
+            for x, worker in zip(xs, workers, strict=True):
+                bits, scales = onebit_compress(x[cut], worker[cut], block_size)
+                total = total + onebit_decompress(bits, scales, size, block_size)
+            if world > 1:
+                mean = total * (1 / world)
+                bits, scales = onebit_compress(mean, servers[owner], block_size)
+                total = onebit_decompress(bits, scales, size, block_size)
+            parts.append(total)
+        results.append(torch.cat(parts))
+    return results, workers, servers
+
+
+@pytest.mark.parametrize("world", (1, 2, 3, 4))
+@pytest.mark.parametrize("numel", SIZES)
+def test_equals_its_definition(ranks, world, numel):
+    expected, workers, servers = defined_steps(world, numel, 64, steps=3)
+    for rank, (results, worker, server) in enumerate(
+        on_ranks(ranks, world, onebit_steps, numel, 64, 3)
+    ):
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same_bits(result, wanted)
+        assert_same_bits(worker, workers[rank], "worker_error")
+        assert_same_bits(server, servers[rank], "server_error")
+
+
+# --- conservation -------------------------------------------------------------------------------
+
+
+def conserved(rank, world, numel, codec, block_size, steps):
+    """(Relative fault of the conserved sum, the same without the errors), in float64."""
+    state = ErrorState.zeros(numel)
+    applied = torch.zeros(numel, dtype=torch.float64)
+    arrived = torch.zeros(numel, dtype=torch.float64)
+    for step in range(steps):
+        xs = [inputs_of(r, step, numel) for r in range(world)]
+        result = compressed_all_reduce(xs[rank], state, None, codec, block_size=block_size)
+        applied += result.double()
+        arrived += torch.stack([x.double() for x in xs]).mean(0)
+    held = state.worker_error.double() / world
+    sizes = split_sizes(numel, world)
+    start = sum(sizes[:rank])
+    if world > 1:
+        held[start : start + sizes[rank]] += state.server_error.double()
+        dist.all_reduce(held)
+    fault = (applied + held - arrived).norm() / arrived.norm()
+    return fault.item(), ((applied - arrived).norm() / arrived.norm()).item()
+
+
+@pytest.mark.parametrize(
+    "world, codec",
+    [*((w, "onebit") for w in (1, 2, 3, 4, 6)), *((3, codec) for codec in ("int8", "int4", "fp8"))],
+)
+def test_conserves_what_came_in_over_200_steps(ranks, world, codec):
+    for fault, unsent in on_ranks(ranks, world, conserved, 1000, codec, 64, 200):
+        assert fault < 1e-5
+        assert unsent > 10 * fault  # the errors do hold something
+
+
+# --- the wire -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A process group that notes the collectives it passes on and the bytes that leave the rank.
+
+    (A TorchDispatchMode would do too, but its first use imports the compiler: seconds a rank.)
+    """
+
+    def __init__(self, group):
+        self.group = group
+        self.calls = []
+
+    def __getattr__(self, name):
+        return getattr(self.group, name)
+
+    def alltoall_base(self, received, rows, *args):
+        self.calls.append(("all_to_all", rows.nbytes - rows[0].nbytes))
+        return self.group.alltoall_base(received, rows, *args)
+
+    def _allgather_base(self, parts, x, *args):
+        self.calls.append(("all_gather", x.nbytes * (self.group.size() - 1)))
+        return self.group._allgather_base(parts, x, *args)
+
+
+def counted(rank, world, numel, codec, block_size):
+    recorder = Recorder(dist.group.WORLD)
+    group = HostGroups(None, recorder)  # hosts of one rank
+    state = ErrorState.zeros(numel)
+    compressed_all_reduce(make_gradient(numel), state, group, codec, block_size=block_size)
+    return recorder.calls
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("numel", (5, 1000, 1 << 16))
+def test_two_collectives_and_their_bytes(ranks, codec, numel):
+    world = 4
+    for calls in on_ranks(ranks, world, counted, numel, codec, 1024):
+        assert [name for name, _ in calls] == ["all_to_all", "all_gather"]
+        assert sum(size for _, size in calls) == wire_bytes(numel, world, CODECS[codec], 1024)
+
+
+@pytest.mark.parametrize("world", (2, 3, 8))
+def test_onebit_sends_a_thirty_first_of_float32(world):
+    numel = world * 1024 * 100
+    assert 31 * wire_bytes(numel, world, ONEBIT) <= uncompressed_bytes(numel, world)
+
+
+# --- values that are not finite -----------------------------------------------------------------
+
+
+def with_bad_value(rank, world, bad):
+    numel = 1000
+    worker, server = onebit_buffers(numel, block_size=64)
+    onebit_all_reduce(inputs_of(rank, 0, numel), worker, server, block_size=64)
+    before = worker.clone(), server.clone()
+    x = inputs_of(rank, 1, numel)
+    if rank == 1:
+        x[10] = bad
+    first = onebit_all_reduce(x, worker, server, block_size=64)
+    after = worker.clone(), server.clone()
+    second = onebit_all_reduce(inputs_of(rank, 2, numel), worker, server, block_size=64)
+    return before, after, first, second
+
+
+@pytest.mark.parametrize("bad", (float("nan"), float("inf"), -float("inf")))
+def test_a_bad_block_is_nan_everywhere_and_poisons_no_error(ranks, bad):
+    results = ranks.run(with_bad_value, bad, ranks=3)
+    for rank, (before, after, first, second) in enumerate(results):
+        assert first[:64].isnan().all()
+        assert first[64:].isfinite().all()
+        assert all(error.isfinite().all() for error in after)
+        assert second.isfinite().all()
+        if rank == 1:
+            assert_same_bits(after[0][:64], before[0][:64])
+        if rank == 0:  # it owns the bad block
+            assert_same_bits(after[1][:64], before[1][:64])
+
+
+# --- every kind of input, group and backend -----------------------------------------------------
+
+
+def kinds(rank, world):
+    x = make_gradient(30 * 50, seed=rank)
+    results = {}
+    for name, value in {
+        "strided": x.view(30, 50).t(),
+        "bfloat16": x.to(torch.bfloat16),
+        "empty": x[:0].view(0, 3),
+    }.items():
+        state = ErrorState.zeros(value.numel())
+        before = value.clone()
+        got = compressed_all_reduce(value, state, block_size=64)
+        assert_same_bits(value, before)
+        plain = ErrorState.zeros(value.numel())
+        flat = compressed_all_reduce(value.float().reshape(-1), plain, block_size=64)
+        results[name] = got, flat, value.dtype, tuple(value.shape)
+    return results
+
+
+def test_any_shape_and_dtype(ranks):
+    for results in ranks.run(kinds, ranks=3):
+        for got, flat, dtype, shape in results.values():
+            assert (got.dtype, tuple(got.shape)) == (dtype, shape)
+            assert_same_bits(got.reshape(-1), flat.to(dtype))
+
+
+def subgroup(rank, world):
+    group = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    worker, server = onebit_buffers(1000, group, 64)
+    x = inputs_of(dist.get_rank(group), 0, 1000)
+    return onebit_all_reduce(x, worker, server, group=group, block_size=64)
+
+
+def test_subgroup(ranks):
+    (expected,), _, _ = defined_steps(2, 1000, 64, steps=1)
+    results = ranks.run(subgroup, ranks=4)
+    for rank in (1, 3):
+        assert_same_bits(results[rank], expected)
+
+
+def by_pairs(rank, world):
+    _code_exchange._HAVE_ALL_TO_ALL = frozenset()
+    try:
+        return onebit_steps(rank, world, 1000, 64, 3)[0]
+    finally:
+        _code_exchange._HAVE_ALL_TO_ALL = frozenset({"gloo", "nccl", "shm", "mpi", "xccl", "hccl"})
+
+
+def test_sends_and_receives_give_what_all_to_all_gives(ranks):
+    expected, _, _ = defined_steps(4, 1000, 64, steps=3)
+    for results in ranks.run(by_pairs, ranks=4):
+        for result, wanted in zip(results, expected, strict=True):
+            assert_same_bits(result, wanted)
+
+
+def over_shm(rank, world):
+    import mcp_kernels.shm
+
+    assert mcp_kernels.shm
+    group = dist.new_group(list(range(world)), backend="shm")
+    worker, server = onebit_buffers(4096, group, 64)
+    x = inputs_of(rank, 0, 4096)
+    return onebit_all_reduce(x, worker, server, group=group, block_size=64)
+
+
+def test_shared_memory(ranks):
+    pytest.importorskip("mcp_kernels._shm", reason="the _shm extension was not built")
+    (expected,), _, _ = defined_steps(3, 4096, 64, steps=1)
+    for result in ranks.run(over_shm, ranks=3):
+        assert_same_bits(result, expected)
+
+
+def in_flight(rank, world, is_async):
+    states = [ErrorState.zeros(numel) for numel in (1000, 4096, 65)]
+    results = []
+    for step in range(3):
+        calls = [
+            compressed_all_reduce(
+                inputs_of(rank, 10 * step + index, state.worker_error.numel()),
+                state,
+                op="sum",
+                async_op=is_async,
+                block_size=64,
+            )
+            for index, state in enumerate(states)
+        ]
+        if is_async:
+            for work in calls:
+                work.advance()
+            calls = [work.wait() for work in calls]
+        results += calls
+    return results
+
+
+def test_several_in_flight_give_what_one_by_one_gives(ranks):
+    for together, alone in zip(
+        ranks.run(in_flight, True), ranks.run(in_flight, False), strict=True
+    ):
+        for result, wanted in zip(together, alone, strict=True):
+            assert_same_bits(result, wanted)
+
+
+def sum_and_mean(rank, world):
+    x = inputs_of(rank, 0, 1000)
+    sums = compressed_all_reduce(x, ErrorState.zeros(1000), op="sum")
+    return sums, compressed_all_reduce(x, ErrorState.zeros(1000))
+
+
+def test_sum_is_the_mean_times_the_ranks(ranks):
+    for total, mean in ranks.run(sum_and_mean, ranks=4):
+        assert_same_bits(total, mean * 4)
+
+
+# --- two levels ---------------------------------------------------------------------------------
+
+
+def hierarchical(rank, world, numel):
+    """Two hosts of two ranks: 0 and 2 on one, 1 and 3 on the other."""
+    group = HostGroups.discover(host_id=f"host{rank % 2}")
+    state = ErrorState.zeros(numel, group)
+    applied, arrived = torch.zeros(numel).double(), torch.zeros(numel).double()
+    recorders = [Recorder(group.local), Recorder(group.across)]
+    for step in range(20):
+        applied += compressed_all_reduce(
+            inputs_of(rank, step, numel), state, HostGroups(*recorders), block_size=64
+        ).double()
+    for step in range(20):
+        arrived += torch.stack([inputs_of(r, step, numel).double() for r in range(world)]).mean(0)
+    sizes = group.local_sizes(numel)
+    start = sum(sizes[: group.local_rank])
+    held = torch.zeros(numel, dtype=torch.float64)
+    held[start : start + sizes[group.local_rank]] = state.worker_error.double() / 2
+    server = split_sizes(sizes[group.local_rank], 2)
+    at = start + sum(server[: dist.get_rank(group.across)])
+    held[at : at + state.server_error.numel()] += state.server_error.double()
+    dist.all_reduce(held)
+    calls = [[name for name, _ in recorder.calls] for recorder in recorders]
+    return applied, arrived, held, calls, (group.num_local, state.worker_error.numel())
+
+
+@pytest.mark.parametrize("numel", (1, 1000, 4097))
+def test_full_precision_inside_a_host_and_bits_between(ranks, numel):
+    results = ranks.run(hierarchical, numel)
+    for applied, arrived, held, (inside, between), (num_local, worker_numel) in results:
+        assert_same_bits(applied, results[0][0])
+        assert num_local == 2
+        assert worker_numel <= -(-numel // 2)
+        assert (applied + held - arrived).norm() < 1e-5 * arrived.norm()
+        calls = ["all_to_all", "all_gather"] * 20
+        assert between == (calls if worker_numel else [])
+        assert inside == calls  # gloo's reduce-scatter is an exchange
+        if numel > 1:
+            assert (applied - arrived).norm() > 1e-3 * arrived.norm()  # bits did travel
+
+
+def uneven_hosts(rank, world):
+    HostGroups.discover(host_id=f"host{min(rank, 1)}")
+
+
+def test_hosts_of_different_size_are_refused(ranks):
+    with pytest.raises(AssertionError, match="must have the same number of ranks"):
+        ranks.run(uneven_hosts, ranks=3)
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: onebit_all_reduce(torch.ones(8), torch.zeros(7), torch.zeros(8)),
+            "worker_error must be 8 contiguous elements .* onebit_buffers",
+        ),
+        (
+            lambda: onebit_all_reduce(torch.ones(8), torch.zeros(8), torch.zeros(3)),
+            "server_error must be 8",
+        ),
+        (
+            lambda: onebit_all_reduce(torch.ones(8), torch.zeros(8).half(), torch.zeros(8)),
+            "worker_error must be float32",
+        ),
+        (
+            lambda: onebit_all_reduce(torch.ones(8).int(), torch.zeros(8), torch.zeros(8)),
+            "flat must be float32, bfloat16 or float16, got torch.int32",
+        ),
+        (
+            lambda: onebit_all_reduce(*[torch.zeros(8)] * 3, block_size=12),
+            "block_size must be a positive multiple of 8, got 12",
+        ),
+        (
+            lambda: compressed_all_reduce(torch.ones(8), ErrorState.zeros(8), None, "int3"),
+            "codec must be one of onebit, int4, int8, fp8, got 'int3'",
+        ),
+        (
+            lambda: compressed_all_reduce(torch.ones(8), ErrorState.zeros(8), op="max"),
+            "op must be avg or sum, got 'max'",
+        ),
+        (lambda: onebit_buffers(-1), "numel must be >= 0, got -1"),
+        (lambda: onebit_buffers(8, block_size=7), "block_size must be .* got 7"),
+    ],
+)
+def test_messages(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
