@@ -57,6 +57,10 @@ def _hook(state: _Hook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]
     return _mean(flat, group, buffer, plain)
 
 
+# DDP looks at the annotations themselves, which the import at the top made strings.
+_hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+
+
 def _mean(
     flat: Tensor, group: dist.ProcessGroup, buffer: Tensor, copies: list[Tensor] | None = None
 ) -> torch.futures.Future[Tensor]:
