@@ -6,14 +6,51 @@ Letters: K = in features, N = out features.
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mcp_kernels.ops import _comm
+from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.testing import sum_error_bound
+
+# What carries the ranks' data: gloo, where the references run; shared memory, where a product of
+# the tests is one block; and slots so small that it is many, and ranks share the work of a sum.
+needs_shm = pytest.mark.skipif(
+    importlib.util.find_spec("mcp_kernels._shm") is None, reason="the _shm extension was not built"
+)
+carriers = pytest.mark.parametrize(
+    "carrier",
+    ["gloo", pytest.param("shm", marks=needs_shm), pytest.param("small_shm", marks=needs_shm)],
+)
+
+
+def carried(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(rank, world, *args)`` where the default group is carried by ``carrier``."""
+    if carrier == "gloo":
+        return fn(rank, world, *args)
+    from mcp_kernels.shm import workspace  # registers the backend
+
+    usual = dist.group.WORLD
+    kept = workspace.SLOT_BYTES, _fused._MIN_COLUMNS, _fused._MIN_OWN_ROWS, _fused._SHARE_BYTES
+    group = dist.new_group(list(range(world)), backend="shm")
+    try:
+        if carrier == "small_shm":
+            workspace.SLOT_BYTES = (256, 512)
+            _fused._MIN_COLUMNS, _fused._MIN_OWN_ROWS, _fused._SHARE_BYTES = 4, 1, 0
+            _fused.blocks_of.cache_clear()
+        dist.distributed_c10d._update_default_pg(group)
+        return fn(rank, world, *args)
+    finally:
+        dist.distributed_c10d._update_default_pg(usual)
+        workspace.SLOT_BYTES, *constants = kept
+        _fused._MIN_COLUMNS, _fused._MIN_OWN_ROWS, _fused._SHARE_BYTES = constants
+        _fused.blocks_of.cache_clear()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_matmul import Case, cases, count_collectives, make, rounding_bound
+from parallel_matmul import Case, carried, carriers, cases, count_collectives, make, rounding_bound
 from ranks import RankPool
 from torch import Tensor
 
@@ -159,21 +159,24 @@ def _opcheck(rank: int, world: int) -> None:
             torch.library.opcheck(op, args, test_utils=tests)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_forward(ranks: RankPool, world: int) -> None:
-    ranks.run(_forward, ranks=world)
+def test_forward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _forward, ranks=world)
 
 
+@carriers
 @pytest.mark.parametrize("save_gathered", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
-def test_backward(ranks: RankPool, world: int, save_gathered: bool) -> None:
-    ranks.run(_backward, save_gathered, ranks=world)
+def test_backward(ranks: RankPool, carrier: str, world: int, save_gathered: bool) -> None:
+    ranks.run(carried, carrier, _backward, save_gathered, ranks=world)
 
 
+@carriers
 @pytest.mark.parametrize("save_gathered", [True, False])
 @pytest.mark.parametrize("world", WORLDS)
-def test_several_weights(ranks: RankPool, world: int, save_gathered: bool) -> None:
-    ranks.run(_several_weights, save_gathered, ranks=world)
+def test_several_weights(ranks: RankPool, carrier: str, world: int, save_gathered: bool) -> None:
+    ranks.run(carried, carrier, _several_weights, save_gathered, ranks=world)
 
 
 @pytest.mark.parametrize(("save_gathered", "expected"), [(True, (1, 1)), (False, (1, 2))])
@@ -183,18 +186,21 @@ def test_collectives_are_shared_by_weights(
     assert ranks.run(_count_collectives, save_gathered, ranks=2) == [expected] * 2
 
 
+@carriers
 @pytest.mark.parametrize("save_gathered", [True, False])
 @pytest.mark.parametrize("world", (1, 2))
-def test_second_gradient(ranks: RankPool, world: int, save_gathered: bool) -> None:
-    ranks.run(_second_gradient, save_gathered, ranks=world)
+def test_second_gradient(ranks: RankPool, carrier: str, world: int, save_gathered: bool) -> None:
+    ranks.run(carried, carrier, _second_gradient, save_gathered, ranks=world)
 
 
-def test_op_differentiates_by_itself(ranks: RankPool) -> None:
-    ranks.run(_op_itself, ranks=2)
+@carriers
+def test_op_differentiates_by_itself(ranks: RankPool, carrier: str) -> None:
+    ranks.run(carried, carrier, _op_itself, ranks=2)
 
 
-def test_opcheck(ranks: RankPool) -> None:
-    ranks.run(_opcheck, ranks=2)
+@carriers
+def test_opcheck(ranks: RankPool, carrier: str) -> None:
+    ranks.run(carried, carrier, _opcheck, ranks=2)
 
 
 def test_errors() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_matmul import Case, cases, make, rounding_bound
+from parallel_matmul import Case, carried, carriers, cases, make, rounding_bound
 from ranks import RankPool
 
 from mcp_kernels import matmul_all_reduce
@@ -58,22 +58,25 @@ def _opcheck(rank: int, world: int) -> None:
     torch.library.opcheck(torch.ops.mcp_kernels.matmul_all_reduce.default, args, test_utils=tests)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_forward(ranks: RankPool, world: int) -> None:
-    ranks.run(_forward, ranks=world)
+def test_forward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _forward, ranks=world)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_backward(ranks: RankPool, world: int) -> None:
-    ranks.run(_backward, ranks=world)
+def test_backward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _backward, ranks=world)
 
 
 def test_saves_only_what_backward_needs(ranks: RankPool) -> None:
     ranks.run(_only_needed_gradients, ranks=2)
 
 
-def test_opcheck(ranks: RankPool) -> None:
-    ranks.run(_opcheck, ranks=2)
+@carriers
+def test_opcheck(ranks: RankPool, carrier: str) -> None:
+    ranks.run(carried, carrier, _opcheck, ranks=2)
 
 
 def test_second_gradient_on_one_rank() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_matmul import Case, cases, count_collectives, make, rounding_bound
+from parallel_matmul import Case, carried, carriers, cases, count_collectives, make, rounding_bound
 from ranks import RankPool
 
 from mcp_kernels import matmul_reduce_scatter
@@ -84,14 +84,16 @@ def _opcheck(rank: int, world: int) -> None:
         torch.library.opcheck(op, args, test_utils=tests)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_forward(ranks: RankPool, world: int) -> None:
-    ranks.run(_forward, ranks=world)
+def test_forward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _forward, ranks=world)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_backward(ranks: RankPool, world: int) -> None:
-    ranks.run(_backward, ranks=world)
+def test_backward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _backward, ranks=world)
 
 
 @pytest.mark.parametrize("world", (2, 3))
@@ -107,8 +109,9 @@ def test_groups_that_are_not_the_world(ranks: RankPool) -> None:
     assert ranks.run(_subgroup, ranks=4) == [[3.0], [3.0], [7.0], [7.0]]
 
 
-def test_opcheck(ranks: RankPool) -> None:
-    ranks.run(_opcheck, ranks=2)
+@carriers
+def test_opcheck(ranks: RankPool, carrier: str) -> None:
+    ranks.run(carried, carrier, _opcheck, ranks=2)
 
 
 def test_second_gradient_on_one_rank() -> None:

@@ -12,9 +12,18 @@ namespace mcp::shm {
 namespace {
 
 const char* name_of(Op op) {
-  constexpr const char* kNames[] = {"all_reduce", "reduce",    "reduce_scatter",
-                                    "all_gather", "broadcast", "all_to_all",
-                                    "scatter",    "gather",    "barrier"};
+  constexpr const char* kNames[] = {"all_reduce",
+                                    "reduce",
+                                    "reduce_scatter",
+                                    "all_gather",
+                                    "broadcast",
+                                    "all_to_all",
+                                    "scatter",
+                                    "gather",
+                                    "barrier",
+                                    "matmul_all_reduce",
+                                    "matmul_reduce_scatter",
+                                    "all_gather_matmul"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -25,6 +34,8 @@ bool reduces(Op op) {
 bool has_root(Op op) {
   return op == Op::kReduce || op == Op::kBroadcast || op == Op::kScatter || op == Op::kGather;
 }
+
+bool is_fused(Op op) { return op >= Op::kMatmulAllReduce; }
 
 std::string seconds_text(double seconds) {
   char text[32];
@@ -40,6 +51,11 @@ std::string describe(const Signature& signature) {
     const Reduction reduction = static_cast<Reduction>(signature.kind >> 16 & 0xff);
     text += std::string(" (") + (average ? "avg" : name_of(reduction)) + " of " +
             name_of(static_cast<Type>(signature.kind >> 8 & 0xff)) + ")";
+  }
+  if (is_fused(op)) {
+    text += std::string(" (") + name_of(static_cast<Type>(signature.kind >> 8 & 0xff)) + " [" +
+            std::to_string(signature.kind >> 32) + ", " + std::to_string(signature.bytes) + "])";
+    return text;
   }
   if (op != Op::kBarrier) text += " of " + std::to_string(signature.bytes) + " bytes";
   if (has_root(op)) text += " with root " + std::to_string(signature.kind >> 32);
@@ -108,6 +124,13 @@ void Group::connect(const std::vector<std::string>& names) {
     });
   }
   for (Segment& segment : peers_) segment.unlink();
+  own_.unlink();
+}
+
+void Group::connect_threads(const std::vector<Group*>& ranks) {
+  for (int peer = 0; peer < world(); ++peer) {
+    bases_[peer] = static_cast<char*>(ranks[peer]->own_.data());
+  }
   own_.unlink();
 }
 

@@ -41,7 +41,10 @@ enum class Op : uint8_t {
   kAllToAll,
   kScatter,
   kGather,
-  kBarrier
+  kBarrier,
+  kMatmulAllReduce,
+  kMatmulReduceScatter,
+  kAllGatherMatmul
 };
 
 struct GroupConfig {
@@ -56,6 +59,7 @@ struct GroupConfig {
 };
 
 class Mailbox;
+class Workspace;
 
 class Group {
  public:
@@ -70,6 +74,8 @@ class Group {
   // Maps the peers' segments, by rank (this rank's is its own name), waits until they have mapped
   // this one and takes its name away. Afterwards nothing of the group has a name any more.
   void connect(const std::vector<std::string>& names);
+  // The same where the ranks are threads of this process, each with a group of its own.
+  void connect_threads(const std::vector<Group*>& ranks);
 
   // Takes away names that a failed start may have left; a name that is gone is no error.
   static void remove(const std::vector<std::string>& names);
@@ -112,6 +118,7 @@ class Group {
 
  private:
   friend class Mailbox;
+  friend class Workspace;
 
   struct Call {
     Op op;

@@ -30,6 +30,7 @@ size_t positive(py::ssize_t bytes) {
 PYBIND11_MODULE(_shm, m) {
   m.doc() = "Memory that the processes of one host share, and their collectives.";
   mcp::shm::add_group(m);
+  mcp::shm::add_workspace(m);
   py::register_exception_translator([](std::exception_ptr raised) {
     try {
       if (raised) std::rethrow_exception(raised);

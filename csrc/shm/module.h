@@ -8,4 +8,7 @@ namespace mcp::shm {
 // Group, its transfers and its enumerations.
 void add_group(pybind11::module_& m);
 
+// Workspace, which holds a group.
+void add_workspace(pybind11::module_& m);
+
 }  // namespace mcp::shm

@@ -13,6 +13,8 @@ Letters: W = ranks of the group.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +45,13 @@ def resolve(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(name) if name else None  # pyright: ignore[reportArgumentType]
 
 
+@torch.compiler.assume_constant_result
+def place(name: str) -> tuple[int, int]:
+    """Rank in the group called ``name``, and its number of ranks; a constant to torch.compile."""
+    group = resolve(name)
+    return (0, 1) if group is None else (group.rank(), group.size())
+
+
 def split_sizes(size: int, parts: int) -> list[int]:
     """Sizes of the ``parts`` pieces of ``size``, cut the way ``torch.chunk`` cuts."""
     step = -(-size // parts)
@@ -65,6 +74,24 @@ def pack_by_rank(x: Tensor, dim: int, world: int) -> Tensor:
     return x.unflatten(dim, (world, x.shape[dim] // world)).movedim(dim, 0).contiguous()
 
 
+Finish = Callable[[], Tensor]
+
+
+def start_sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Finish:
+    """``sum_over_ranks_`` that may go on meanwhile; the result is there when it is called."""
+    if x.numel() == 0 or (x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x)):
+        return lambda: sum_over_ranks_(x, group)
+    options = dist.AllreduceOptions()
+    options.asyncOp = True
+    work = group.allreduce([x], options)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
 def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Replace contiguous ``x`` by its sum over the ranks.
 
@@ -83,31 +110,53 @@ def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x`` over the ranks."""
+    return start_scatter_sum(x, group, dim)()
+
+
+def start_scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
+    """``scatter_sum`` that may go on meanwhile; the result is there when it is called."""
     world, size = group.size(), x.shape[dim]
     if size % world == 0:
-        return scatter_sum_packed(pack_by_rank(x, dim, world), group)
+        return start_scatter_sum_packed(pack_by_rank(x, dim, world), group)
     step = -(-size // world)
     padded = x.new_zeros(*x.shape[:dim], world * step, *x.shape[dim + 1 :])
     padded.narrow(dim, 0, size).copy_(x)
-    mine = scatter_sum_packed(pack_by_rank(padded, dim, world), group)
-    return mine.narrow(dim, 0, split_sizes(size, world)[group.rank()]).contiguous()
+    finish = start_scatter_sum_packed(pack_by_rank(padded, dim, world), group)
+    mine = split_sizes(size, world)[group.rank()]
+    return lambda: finish().narrow(dim, 0, mine).contiguous()
 
 
 def scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum over ranks of ``packed[rank]``, where ``packed`` is contiguous ``[W, ...]``."""
+    return start_scatter_sum_packed(packed, group)()
+
+
+def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish:
+    """``scatter_sum_packed`` that may go on meanwhile; ``packed`` must stay until it is called."""
     if packed.numel() == 0:
-        return torch.zeros_like(packed[0])
+        return lambda: torch.zeros_like(packed[0])
     if _is_gloo(group, packed):
         # One exchange and a sum in cache beats gloo's reduce-scatter, which takes W - 1 hops.
         parts = torch.empty_like(packed)
-        group.alltoall_base(parts, packed, [], [], dist.AllToAllOptions()).wait()
-        if group.size() == 2:
-            return torch.add(parts[0], parts[1])
-        return parts.sum(0, dtype=packed.dtype)
+        exchange = group.alltoall_base(parts, packed, [], [], dist.AllToAllOptions())
+
+        def add_parts() -> Tensor:
+            exchange.wait()
+            if group.size() == 2:
+                return torch.add(parts[0], parts[1])
+            return parts.sum(0, dtype=packed.dtype)
+
+        return add_parts
     out = torch.empty_like(packed[0])
     options = dist.ReduceScatterOptions()
-    group._reduce_scatter_base(out.view(-1), packed.view(-1), options).wait()
-    return out
+    options.asyncOp = True
+    work = group._reduce_scatter_base(out.view(-1), packed.view(-1), options)
+
+    def finish() -> Tensor:
+        work.wait()
+        return out
+
+    return finish
 
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Tensor:
@@ -131,10 +180,10 @@ def check_gather_size(op: str, x: Tensor, dim: int, size: int | None, name: str)
     Raises:
         ValueError: this rank's part is not the one that ``size`` gives it.
     """
-    group = resolve(name)
     if size is None:
         return
-    expected = size if group is None else split_sizes(size, group.size())[group.rank()]
+    rank, world = place(name)
+    expected = split_sizes(size, world)[rank]
     if x.shape[dim] != expected:
         raise ValueError(
             f"{op}: gather_size must cut into this rank's part of {x.shape[dim]}, got {size}, "
@@ -144,18 +193,20 @@ def check_gather_size(op: str, x: Tensor, dim: int, size: int | None, name: str)
 
 def gathered_shape(x: Tensor, dim: int, size: int | None, name: str) -> list[int]:
     """Shape of ``gather``'s result."""
-    group = resolve(name)
-    joined = x.shape[dim] * (1 if group is None else group.size()) if size is None else size
+    joined = x.shape[dim] * place(name)[1] if size is None else size
     return [*x.shape[:dim], joined, *x.shape[dim + 1 :]]
 
 
 def scattered_shape(shape: list[int], dim: int, name: str) -> list[int]:
     """Shape of ``scatter_sum``'s result for an input of ``shape``."""
-    group = resolve(name)
-    if group is None:
-        return shape
-    return [*shape[:dim], split_sizes(shape[dim], group.size())[group.rank()], *shape[dim + 1 :]]
+    rank, world = place(name)
+    return [*shape[:dim], split_sizes(shape[dim], world)[rank], *shape[dim + 1 :]]
+
+
+def backend_name(group: dist.ProcessGroup | None, x: Tensor) -> str:
+    """What carries ``x`` between the ranks of ``group``."""
+    return "none" if group is None else group._get_backend(x.device).name()
 
 
 def _is_gloo(group: dist.ProcessGroup, x: Tensor) -> bool:
-    return group._get_backend(x.device).name() == "gloo"
+    return backend_name(group, x) == "gloo"

@@ -43,10 +43,17 @@ def check_features(op: str, in_features: int, weight: Tensor) -> None:
         )
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """``[..., K]`` as ``[M, K]``; a size of 0 does not confuse it, as -1 would torch."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x [..., K]`` times ``weight [N, K]`` transposed, contiguous ``[..., N]``."""
-    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    rows = as_rows(x)
     out = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    if x.dim() == 2:
+        return out
     # An op's result must not count as a view: in-place use of views is restricted under autograd.
     return torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])
 
@@ -61,12 +68,12 @@ def linear_backward(
 
     ``x`` may be None where the weight needs no gradient, ``weight`` where x needs none.
     """
-    dy_MN = dy.reshape(dy.shape[:-1].numel(), dy.shape[-1])
+    dy_MN = as_rows(dy)
     dx = dw = db = None
     if needs[0] and weight is not None:
         dx = torch.mm(dy_MN, weight).view(*dy.shape[:-1], weight.shape[1])
     if needs[1] and x is not None:
-        dw = torch.mm(dy_MN.t(), x.reshape(dy_MN.shape[0], x.shape[-1]))
+        dw = torch.mm(dy_MN.t(), as_rows(x))
     if needs[2]:
         db = dy_MN.sum(0)
     return dx, dw, db

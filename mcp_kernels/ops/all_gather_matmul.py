@@ -1,8 +1,9 @@
 """Column-parallel matmul of a sharded input: the entry of a sequence-parallel region.
 
-    x = all-gather of x_r along gather_dim       gathered once for all weights
+    x = all-gather of x_r along gather_dim       gathered once for all weights; or replicated
     y_i = x @ weight_i.T + bias_i
-    dx_r = reduce-scatter of sum_i dy_i @ weight_i      dweight_i = dy_i.T @ x
+    dx_r = reduce-scatter of sum_i dy_i @ weight_i      all-reduce where x is replicated
+    dweight_i = dy_i.T @ x                              under the sum of dx
 
 Source: Korthikanti et al., "Reducing activation recomputation" (2022), section 4.2.
 Letters: K = in features, N = out features of this rank, W = ranks.
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op
-from mcp_kernels.ops import _comm
+from mcp_kernels._op import define_op, override
+from mcp_kernels.ops import _column_backward, _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
-from mcp_kernels.ops._linear import check_features, check_linear, linear
+from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
 
 
 @overload
@@ -30,7 +31,7 @@ def all_gather_matmul(
     bias: Tensor | None = None,
     *,
     group: ProcessGroup | None = None,
-    gather_dim: int = 0,
+    gather_dim: int | None = 0,
     gather_size: int | None = None,
     save_gathered: bool = True,
 ) -> Tensor: ...
@@ -41,7 +42,7 @@ def all_gather_matmul(
     bias: Sequence[Tensor | None] | None = None,
     *,
     group: ProcessGroup | None = None,
-    gather_dim: int = 0,
+    gather_dim: int | None = 0,
     gather_size: int | None = None,
     save_gathered: bool = True,
 ) -> list[Tensor]: ...
@@ -51,7 +52,7 @@ def all_gather_matmul(
     bias: Tensor | Sequence[Tensor | None] | None = None,
     *,
     group: ProcessGroup | None = None,
-    gather_dim: int = 0,
+    gather_dim: int | None = 0,
     gather_size: int | None = None,
     save_gathered: bool = True,
 ) -> Tensor | list[Tensor]:
@@ -63,7 +64,8 @@ def all_gather_matmul(
             sequence of such weights (q, k and v, say), which share one gather.
         bias: ``[N]`` of this rank's rows; for a sequence of weights, one (or None) each.
         group: None is the world, or this process alone where torch.distributed is not set up.
-        gather_dim: the dimension of ``x`` that is joined.
+        gather_dim: the dimension of ``x`` that is joined; None where every rank holds all of ``x``
+            (a column-parallel layer outside of a sequence-parallel region).
         gather_size: joined size; needed where the ranks' parts differ, and then each must be what
             ``torch.chunk`` of that size gives. None promises equal parts.
         save_gathered: keep the gathered ``x`` for backward (W times the memory of ``x``). False
@@ -80,7 +82,9 @@ def all_gather_matmul(
     is not the first dimension; backward 4 M N K flops a weight and one reduce-scatter, plus one
     all-gather without ``save_gathered``.
     """
-    dim = _comm.normalize_dim("all_gather_matmul", "gather_dim", gather_dim, x.dim())
+    dim = gather_dim
+    if dim is not None:
+        dim = _comm.normalize_dim("all_gather_matmul", "gather_dim", dim, x.dim())
     weights = [weight] if isinstance(weight, Tensor) else list(weight)
     biases = _as_biases(bias, len(weights))
     x, *flat = under_autocast(x, *weights, *biases)
@@ -88,17 +92,18 @@ def all_gather_matmul(
     name = _comm.group_name(group)
     _check(x, weights, biases, name, dim, gather_size)
     given = [b for b in biases if b is not None]
+    if not name:
+        ys = [linear(x, *pair) for pair in zip(weights, biases, strict=True)]
+        return ys[0] if isinstance(weight, Tensor) else ys
     is_fused = len(given) == len(weights)  # else biases are added to the products
-    *ys, _ = _AllGatherMatmul.apply(
-        x,
-        name,
-        dim,
-        gather_size,
-        save_gathered,
-        len(weights),
-        *weights,
-        *(given if is_fused else []),
-    )
+    fused = given if is_fused else []
+    if torch.compiler.is_compiling():
+        args = (x, weights, fused, name, dim, gather_size, save_gathered)
+        ys, _ = torch.ops.mcp_kernels.all_gather_matmul(*args)
+    else:
+        *ys, _ = _AllGatherMatmul.apply(
+            x, name, dim, gather_size, save_gathered, len(weights), *weights, *fused
+        )
     if not is_fused:
         ys = [y if b is None else y + b for y, b in zip(ys, biases, strict=True)]
     return ys[0] if isinstance(weight, Tensor) else ys
@@ -121,17 +126,22 @@ def _check(
     weights: list[Tensor],
     biases: list[Tensor | None],
     name: str,
-    dim: int,
+    dim: int | None,
     size: int | None,
 ) -> None:
     if not weights:
         raise ValueError("all_gather_matmul: weight must hold at least one tensor, got none")
     for weight, bias in zip(weights, biases, strict=True):
         check_linear("all_gather_matmul", x, weight, bias)
-    _comm.check_gather_size("all_gather_matmul", x, dim, size, name)
-    in_features = _comm.gathered_shape(x, dim, size, name)[-1]
+    if dim is not None:
+        _comm.check_gather_size("all_gather_matmul", x, dim, size, name)
+    in_features = _gathered_shape(x, dim, size, name)[-1]
     for weight in weights:
         check_features("all_gather_matmul", in_features, weight)
+
+
+def _gathered_shape(x: Tensor, dim: int | None, size: int | None, group: str) -> list[int]:
+    return list(x.shape) if dim is None else _comm.gathered_shape(x, dim, size, group)
 
 
 def _ref(
@@ -139,17 +149,68 @@ def _ref(
     weights: list[Tensor],
     biases: list[Tensor],
     group: str,
-    gather_dim: int,
+    gather_dim: int | None,
     gather_size: int | None,
     save_gathered: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    pg = _comm.resolve(group)
-    gathered = x if pg is None else _comm.gather(x, pg, gather_dim, gather_size)
+    pg = None if gather_dim is None else _comm.resolve(group)
+    if pg is None or gather_dim is None:
+        gathered = x
+    else:
+        gathered = _comm.gather(x, pg, gather_dim, gather_size)
     given = biases or [None] * len(weights)
     ys = [linear(gathered, weight, bias) for weight, bias in zip(weights, given, strict=True)]
-    # An op must not return its input, so on one rank, where x is all there is, nothing is returned.
-    keep = save_gathered and pg is not None
-    return ys, gathered if keep else x.new_empty(0)
+    # An op must not return its input, so where x is all there is, nothing is returned.
+    return ys, gathered if save_gathered and pg is not None else x.new_empty(0)
+
+
+def _on_shm(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int | None,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Each rank's rows go into shared memory and are multiplied where, and when, they arrive."""
+    args = (x, weights, biases, group, gather_dim, gather_size, save_gathered)
+    if gather_dim is None:
+        return _ref(*args)
+    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
+    space = _fused.workspace(group, torch.Size(shape).numel() * x.element_size())
+    if space is None:
+        return _ref(*args)
+    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
+
+    def multiply(rows: Tensor, begin: int, end: int) -> None:
+        for number, (y, weight) in enumerate(zip(ys, weights, strict=True)):
+            into = y.view(rows.shape[0], weight.shape[0])[begin:end]
+            if biases:
+                torch.addmm(biases[number], rows[begin:end], weight.t(), out=into)
+            else:
+                torch.mm(rows[begin:end], weight.t(), out=into)
+
+    local = x.shape[gather_dim]
+    if gather_size is None:
+        sizes = [local] * space.world
+    else:
+        sizes = _comm.split_sizes(gather_size, space.world)
+    gathered = _fused.gather_rows(space, "all_gather_matmul", x, gather_dim, sizes, multiply)
+    return ys, gathered if save_gathered else x.new_empty(0)
+
+
+def _refuses(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int | None,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> str | None:
+    shape = _gathered_shape(x, gather_dim, gather_size, group)
+    return _fused.why_not(x, group, torch.Size(shape).numel() * x.element_size())
 
 
 def _fake(
@@ -157,19 +218,19 @@ def _fake(
     weights: list[Tensor],
     biases: list[Tensor],
     group: str,
-    gather_dim: int,
+    gather_dim: int | None,
     gather_size: int | None,
     save_gathered: bool,
 ) -> tuple[list[Tensor], Tensor]:
-    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
+    shape = _gathered_shape(x, gather_dim, gather_size, group)
     ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
-    return ys, x.new_empty(shape if save_gathered and group else 0)
+    return ys, x.new_empty(shape if save_gathered and group and gather_dim is not None else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], gathered: Tensor) -> None:
     x, weights, _, ctx.group, ctx.dim, ctx.size, save_gathered = inputs
     ctx.set_materialize_grads(False)
-    ctx.is_gathered = save_gathered and bool(ctx.group)
+    ctx.is_gathered = save_gathered and bool(ctx.group) and ctx.dim is not None
     ctx.save_for_backward(gathered if ctx.is_gathered else x, *weights)
 
 
@@ -181,31 +242,66 @@ def _gradients(
 ) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
     """Gradients of (x, weights, biases), each only where ``needs`` asks for it."""
     x, *weights = ctx.saved_tensors
+    pairs = [
+        (i, dy, w) for i, (dy, w) in enumerate(zip(dys, weights, strict=True)) if dy is not None
+    ]
+    if ctx.group and pairs and d_gathered is None and not torch.is_grad_enabled():
+        return _fused_gradients(ctx, x, pairs, len(weights), needs)
     needs_dx, needs_dw, needs_db = needs
-    if ctx.group and not ctx.is_gathered and any(needs_dw):
+    if ctx.group and ctx.dim is not None and not ctx.is_gathered and any(needs_dw):
         x = torch.ops.mcp_kernels.all_gather(x, ctx.group, ctx.dim, ctx.size)
     dws: list[Tensor | None] = [None] * len(weights)
     dbs: list[Tensor | None] = [None] * len(needs_db)
     dx: Tensor | None = None
-    lead: tuple[int, ...] = ()
-    for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
-        if dy is None:
-            continue
-        lead = dy.shape[:-1]
-        dy_MN = dy.reshape(lead.numel(), dy.shape[-1])
+    for i, dy, weight in pairs:
+        dy_MN = as_rows(dy)
         if needs_dx:
             dx = torch.mm(dy_MN, weight) if dx is None else dx.addmm_(dy_MN, weight)
         if needs_dw[i]:
-            dws[i] = torch.mm(dy_MN.t(), x.reshape(dy_MN.shape[0], x.shape[-1]))
+            dws[i] = torch.mm(dy_MN.t(), as_rows(x))
         if needs_db and needs_db[i]:
             dbs[i] = dy_MN.sum(0)
     if dx is not None:
-        dx = dx.view(*lead, dx.shape[-1])
+        dx = dx.view(*pairs[0][1].shape[:-1], dx.shape[-1])
     if ctx.is_gathered and needs_dx and d_gathered is not None:  # only in double backward
         dx = d_gathered if dx is None else dx + d_gathered
     if ctx.group and dx is not None:
-        dx = torch.ops.mcp_kernels.reduce_scatter(dx, ctx.group, ctx.dim)
+        dx = _sum_op(dx, ctx.group, ctx.dim)
     return dx, dws, dbs
+
+
+def _fused_gradients(
+    ctx: Any,
+    x: Tensor,
+    pairs: list[tuple[int, Tensor, Tensor]],
+    count: int,
+    needs: tuple[bool, Sequence[bool], Sequence[bool]],
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor | None]]:
+    """``_gradients`` by one op, below autograd."""
+    needs_dx, needs_dw, needs_db = needs
+    dws: list[Tensor | None] = [None] * count
+    dbs: list[Tensor | None] = [None] * len(needs_db)
+    dx, found = torch.ops.mcp_kernels.all_gather_matmul_backward(
+        [dy for _, dy, _ in pairs],
+        [weight for _, _, weight in pairs],
+        x,
+        [needs_dx, *(needs_dw[i] for i, _, _ in pairs)],
+        ctx.group,
+        ctx.dim,
+        ctx.size,
+        ctx.is_gathered,
+    )
+    for (i, dy, _), dw in zip(pairs, found, strict=True):
+        dws[i] = dw if needs_dw[i] else None
+        if needs_db and needs_db[i]:
+            dbs[i] = as_rows(dy).sum(0)
+    return dx if needs_dx else None, dws, dbs
+
+
+def _sum_op(dx: Tensor, group: str, dim: int | None) -> Tensor:
+    if dim is None:
+        return torch.ops.mcp_kernels.all_reduce(dx, group)
+    return torch.ops.mcp_kernels.reduce_scatter(dx, group, dim)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[list[Tensor], Tensor]) -> None:
@@ -240,10 +336,19 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 
 define_op(
-    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group, int gather_dim,"
+    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group, int? gather_dim,"
     " int? gather_size, bool save_gathered) -> (Tensor[] ys, Tensor gathered)",
     reference=_ref,
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+)
+define_op(_column_backward.SCHEMA, reference=_column_backward.reference, fake=_column_backward.fake)
+override("all_gather_matmul", _on_shm, "CPU", backend="shm", refuses=_refuses)
+override(
+    "all_gather_matmul_backward",
+    _column_backward.on_shm,
+    "CPU",
+    backend="shm",
+    refuses=_column_backward.refuses,
 )

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op
-from mcp_kernels.ops import _comm
+from mcp_kernels._op import define_op, override
+from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
-from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
 
 
 def matmul_all_reduce(
@@ -47,7 +47,10 @@ def matmul_all_reduce(
     x, weight, bias = under_autocast(x, weight, bias)
     check_linear("matmul_all_reduce", x, weight, bias)
     check_features("matmul_all_reduce", x.shape[-1], weight)
-    return torch.ops.mcp_kernels.matmul_all_reduce(x, weight, bias, _comm.group_name(group))
+    name = _comm.group_name(group)
+    if not name:
+        return linear(x, weight, bias)  # differentiable as it stands
+    return torch.ops.mcp_kernels.matmul_all_reduce(x, weight, bias, name)
 
 
 def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
@@ -56,6 +59,24 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
         return linear(x, weight, bias)
     # One rank adds the bias, so it is counted once and costs no pass over the sum.
     return _comm.sum_over_ranks_(linear(x, weight, bias if pg.rank() == 0 else None), pg)
+
+
+def _on_shm(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    """Blocks of out features go straight into shared memory and are summed as peers' arrive."""
+    columns = weight.shape[0]
+    out = x.new_empty(*x.shape[:-1], columns)
+    if out.numel() == 0:
+        return out
+    space = _fused.workspace(group, out.nbytes)
+    if space is None:
+        return _ref(x, weight, bias, group)
+    bias = None if bias is None else bias.contiguous()
+    pair = (as_rows(x), weight.t())
+    return _fused.sum_of_products(space, "matmul_all_reduce", [pair], None, out, bias)
+
+
+def _refuses(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> str | None:
+    return _fused.why_not(x, group, _fused.num_bytes(x, weight.shape[0]))
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
@@ -80,3 +101,4 @@ define_op(
     backward=_backward,
     setup_context=_setup,
 )
+override("matmul_all_reduce", _on_shm, "CPU", backend="shm", refuses=_refuses)

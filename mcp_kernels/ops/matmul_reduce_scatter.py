@@ -3,7 +3,7 @@
     y_r = part r, along scatter_dim, of (sum over ranks of x @ weight.T, plus bias once)
     dy = all-gather of dy_r    dx = dy @ weight    dweight = dy.T @ x    dbias = row sum of dy
 
-Backward gathers ``dy`` once and uses it for all three.
+Backward gathers ``dy`` once and uses it for all three; dx is computed row by row as ``dy`` arrives.
 
 Source: Korthikanti et al., "Reducing activation recomputation" (2022), section 4.2.
 Letters: K = in features of this rank, N = out features, W = ranks.
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op
-from mcp_kernels.ops import _comm
+from mcp_kernels._op import define_op, override
+from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
-from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
 
 
 def matmul_reduce_scatter(
@@ -57,6 +57,8 @@ def matmul_reduce_scatter(
     check_features("matmul_reduce_scatter", x.shape[-1], weight)
     dim = _comm.normalize_dim("matmul_reduce_scatter", "scatter_dim", scatter_dim, x.dim())
     name = _comm.group_name(group)
+    if not name:
+        return linear(x, weight, bias)  # differentiable as it stands
     return torch.ops.mcp_kernels.matmul_reduce_scatter(x, weight, bias, name, dim)
 
 
@@ -74,6 +76,28 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim
     return _comm.scatter_sum(linear(x, weight, bias), pg, scatter_dim)
 
 
+def _on_shm(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
+    """Blocks of the product go straight into shared memory; each rank sums what is its own."""
+    columns = weight.shape[0]
+    num_bytes = _fused.num_bytes(x, columns)
+    space = _fused.workspace(group, num_bytes) if num_bytes else None
+    if space is None:
+        return _ref(x, weight, bias, group, scatter_dim)
+    shape = [*x.shape[:-1], columns]
+    region = _fused.part_along(shape, scatter_dim, space.rank, space.world)
+    shape[scatter_dim] = _comm.split_sizes(shape[scatter_dim], space.world)[space.rank]
+    out = x.new_empty(shape)
+    bias = None if bias is None else bias.contiguous()
+    pair = (as_rows(x), weight.t())
+    return _fused.sum_of_products(space, "matmul_reduce_scatter", [pair], region, out, bias)
+
+
+def _refuses(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int
+) -> str | None:
+    return _fused.why_not(x, group, _fused.num_bytes(x, weight.shape[0]))
+
+
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
     full = [*x.shape[:-1], weight.shape[0]]
     return x.new_empty(_comm.scattered_shape(full, scatter_dim, group))
@@ -86,13 +110,100 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
-def _backward(
-    ctx: Any, dy: Tensor
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    if ctx.group:
+    needs = ctx.needs_input_grad[:3]
+    if not ctx.group:
+        return *linear_backward(dy, x, weight, needs), None, None
+    if torch.is_grad_enabled():  # of a gradient that is itself differentiated
         dy = torch.ops.mcp_kernels.all_gather(dy, ctx.group, ctx.dim, ctx.size)
-    return *linear_backward(dy, x, weight, ctx.needs_input_grad[:3]), None, None
+        return *linear_backward(dy, x, weight, needs), None, None
+    args = (dy, x, weight, list(needs), ctx.group, ctx.dim, ctx.size)
+    grads = torch.ops.mcp_kernels.matmul_reduce_scatter_backward(*args)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+
+
+def _backward_ref(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    pg = _comm.resolve(group)
+    full = dy if pg is None else _comm.gather(dy, pg, dim, size)
+    grads = linear_backward(full, x, weight, (needs[0], needs[1], needs[2]))
+    return _each(grads, dy)
+
+
+def _each(grads: tuple[Tensor | None, ...], like: Tensor) -> Any:
+    """An op gives a tensor for each result: an empty one where no gradient is needed."""
+    return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
+
+
+def _backward_on_shm(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    space = _fused.workspace(group, _gathered_bytes(dy, dim, size))
+    if space is None:
+        return _backward_ref(dy, x, weight, needs, group, dim, size)
+    shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 :]]
+    dx = dy.new_empty(*shape[:-1], weight.shape[1]) if needs[0] and weight is not None else None
+
+    def multiply(rows: Tensor, begin: int, end: int) -> None:
+        if dx is not None and weight is not None:
+            into = dx.view(rows.shape[0], weight.shape[1])[begin:end]
+            torch.mm(rows[begin:end], weight, out=into)
+
+    sizes = _comm.split_sizes(size, space.world)
+    full = _fused.gather_rows(space, "matmul_reduce_scatter", dy, dim, sizes, multiply)
+    _, dw, db = linear_backward(full, x, None, (False, needs[1], needs[2]))
+    return _each((dx, dw, db), dy)
+
+
+def _gathered_bytes(dy: Tensor, dim: int, size: int) -> int:
+    shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 :]]
+    return torch.Size(shape).numel() * dy.element_size()
+
+
+def _backward_refuses(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> str | None:
+    return _fused.why_not(dy, group, _gathered_bytes(dy, dim, size))
+
+
+def _backward_fake(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 :]]
+    dx = dw = db = None
+    if needs[0] and weight is not None:
+        dx = dy.new_empty(*shape[:-1], weight.shape[1])
+    if needs[1] and x is not None:
+        dw = dy.new_empty(shape[-1], x.shape[-1])
+    if needs[2]:
+        db = dy.new_empty(shape[-1])
+    return _each((dx, dw, db), dy)
 
 
 define_op(
@@ -102,4 +213,18 @@ define_op(
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+)
+define_op(
+    "matmul_reduce_scatter_backward(Tensor dy, Tensor? x, Tensor? weight, bool[] needs, str group,"
+    " int scatter_dim, int size) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    reference=_backward_ref,
+    fake=_backward_fake,
+)
+override("matmul_reduce_scatter", _on_shm, "CPU", backend="shm", refuses=_refuses)
+override(
+    "matmul_reduce_scatter_backward",
+    _backward_on_shm,
+    "CPU",
+    backend="shm",
+    refuses=_backward_refuses,
 )

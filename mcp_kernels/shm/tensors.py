@@ -14,7 +14,7 @@ from mcp_kernels import _shm
 _Red: Any = dist.ReduceOp.RedOpType
 _Reduction = _shm.Reduction
 
-_TYPES = {
+TYPES = {
     torch.float32: _shm.Type.float32,
     torch.float64: _shm.Type.float64,
     torch.bfloat16: _shm.Type.bfloat16,
@@ -53,7 +53,7 @@ Kind = tuple[_shm.Type, _shm.Reduction, bool]
 def _all_kinds() -> dict[torch.dtype, dict[int, Kind]]:
     """By element type and torch's number of the reduction."""
     kinds: dict[torch.dtype, dict[int, Kind]] = {}
-    for dtype, kind in _TYPES.items():
+    for dtype, kind in TYPES.items():
         kinds[dtype] = {
             op.value: (kind, *entry)
             for op, entry in _REDUCTIONS.items()
