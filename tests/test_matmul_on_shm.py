@@ -159,7 +159,12 @@ def _other_shapes(rank: int, world: int) -> None:
 def _other_calls(rank: int, world: int) -> None:
     x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
     matmul_all_reduce(x, weight)
-    call, *args = (dist.all_reduce, torch.zeros(8)) if rank == 0 else (matmul_all_reduce, x, weight)
+
+    def call() -> object:
+        if rank == 0:
+            return dist.all_reduce(torch.zeros(8))
+        return matmul_all_reduce(x, weight)
+
     with pytest.raises(RuntimeError, match="ranks must make the same calls in the same order"):
         call()
 
