@@ -18,6 +18,22 @@ PyObject* cpu_isa(PyObject*, PyObject*) {
   }
 }
 
+PyObject* default_cpu_isa(PyObject*, PyObject*) {
+  return PyUnicode_FromString(mcp::isa_name(mcp::default_isa()));
+}
+
+PyObject* cpu_isa_of(PyObject*, PyObject* args) {
+  const char* op = nullptr;
+  int is_bfloat16 = 0;
+  if (!PyArg_ParseTuple(args, "sp", &op, &is_bfloat16)) return nullptr;
+  try {
+    return PyUnicode_FromString(mcp::isa_name(mcp::body_isa(op, is_bfloat16 != 0)));
+  } catch (const std::exception& failure) {
+    PyErr_SetString(PyExc_ValueError, failure.what());
+    return nullptr;
+  }
+}
+
 PyObject* cpu_isas(PyObject*, PyObject*) {
   PyObject* names = PyList_New(0);
   if (names == nullptr) return nullptr;
@@ -55,6 +71,9 @@ PyObject* has_cuda(PyObject*, PyObject*) {
 
 PyMethodDef methods[] = {
     {"cpu_isa", cpu_isa, METH_NOARGS, "Instruction set that the CPU bodies run on now."},
+    {"default_cpu_isa", default_cpu_isa, METH_NOARGS, "Instruction set where none is forced."},
+    {"cpu_isa_of", cpu_isa_of, METH_VARARGS,
+     "Instruction set of the body that an op runs now, by its name and whether it takes bfloat16."},
     {"cpu_isas", cpu_isas, METH_NOARGS, "Instruction sets that this CPU can run, lowest first."},
     {"set_cpu_isa", set_cpu_isa, METH_VARARGS, "Move later calls to another instruction set."},
     {"has_cuda", has_cuda, METH_NOARGS, "Whether CUDA bodies were built in."},

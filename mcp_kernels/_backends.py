@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from mcp_kernels._build_info import build_info, current_isa
+from mcp_kernels._build_info import build_info, cpu_isa_of
 from mcp_kernels._op import NAMESPACE, ReferenceMode, definitions, has_body, overrides
 
 REPLACED = "a faster body takes its place; reference_only() runs it"
@@ -65,8 +65,10 @@ def which_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ba
         refused = {body: why or "reference_only() is active" for body, why in refused.items()}
     chosen = next((body for body, why in refused.items() if not why), "reference")
     del refused[chosen]
-    label = f"cpu:{current_isa()}" if chosen == "cpu" else chosen
-    return BackendChoice(op=name, chosen=label, refused=refused)
+    if chosen == "cpu":
+        is_bfloat16 = bool(tensors) and tensors[0].dtype == torch.bfloat16
+        chosen = f"cpu:{cpu_isa_of(name, is_bfloat16=is_bfloat16)}"
+    return BackendChoice(op=name, chosen=chosen, refused=refused)
 
 
 def _cpu_refusal(name: str, device: str) -> str:

@@ -38,7 +38,9 @@ class BuildInfo:
     cpu_isa: str | None = None
     """The instruction set the CPU bodies run on; None without ``_C``."""
     cpu_isas: tuple[str, ...] = ()
-    """What this CPU could run, slowest first."""
+    """What this CPU could run, lowest first: each runs everything that those before it do."""
+    cpu_isa_default: str | None = None
+    """The fastest of them on this CPU, which runs where MCP_CPU_ISA is not set."""
     cpu_isa_forced: bool = False
     """Whether MCP_CPU_ISA chose ``cpu_isa``."""
     cuda_archs: tuple[str, ...] = ()
@@ -118,6 +120,15 @@ def current_isa() -> str | None:
     return None if module is None else module.cpu_isa()
 
 
+def cpu_isa_of(op: str, *, is_bfloat16: bool) -> str | None:
+    """The instruction set whose body ``op`` runs now, given bfloat16 or not; None without ``_C``.
+
+    Only products of bfloat16 have a body of their own at "avx512_bf16"; all else runs "avx512".
+    """
+    module, _ = _extension()
+    return None if module is None else module.cpu_isa_of(op, is_bfloat16)
+
+
 def build_info() -> BuildInfo:
     """What was built, what was not and why, and what the CPU bodies run on.
 
@@ -142,6 +153,7 @@ def build_info() -> BuildInfo:
         compiler=record.get("compiler"),
         cpu_isa=current_isa(),
         cpu_isas=() if module is None else tuple(module.cpu_isas()),
+        cpu_isa_default=None if module is None else module.default_cpu_isa(),
         cpu_isa_forced=module is not None and "MCP_CPU_ISA" in os.environ,
         cuda_archs=tuple(record.get("cuda_archs", ())) if has_cuda else (),
         triton=_triton_version(),

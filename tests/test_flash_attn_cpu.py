@@ -5,6 +5,9 @@ of products of float32 results, rounded once at the end, so
     |got - exact| <= 1.5 |round(exact) - exact| + 300 u |magnitude|
 with u float32's roundoff and magnitude the same sum with every term positive. For the terms of
 dS = P (dP - delta) that is P (|dP| + |delta|), since the difference may cancel.
+
+Products of bfloat16 round P and dS once more, each by its own: that many roundings of the magnitude
+are then allowed too. test_flash_attn_bf16.py says how little of them is left in a norm.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from naive_attention import naive_attention
 from test_attention import CASES, Case, make, weigh
 from torch import Tensor
 
-from mcp_kernels import flash_attn_func, flash_attn_varlen_func, reference_only, which_backend
+from mcp_kernels import flash_attn_func, flash_attn_varlen_func, reference_only
 from mcp_kernels.testing import assert_same_bits
 
 _C: Any = None
@@ -147,9 +150,11 @@ def assert_within_bounds(got: list[Tensor], exact: Exact, keys: int) -> None:
     unit = 2.0**-53 if is_wide else U
     u_out = torch.finfo(out.dtype).eps / 2
     score_error = exact.score_error * unit / U
-    bound = 1.01 * u_out * exact.out.abs() + (2 * score_error + (keys**0.5 + 8) * unit) * (
-        exact.out_magnitude
-    )
+    # The products of bfloat16 bodies have P and dS rounded.
+    is_narrow = out.dtype == torch.bfloat16 and _C.cpu_isa() == "avx512_bf16"
+    rounded = 1.01 * u_out if is_narrow else 0.0
+    of_magnitude = 2 * score_error + (keys**0.5 + 8) * unit + rounded
+    bound = 1.01 * u_out * exact.out.abs() + of_magnitude * exact.out_magnitude
     assert ((out.double() - exact.out).abs() <= bound).all()
     assert ((lse - exact.lse).abs() <= score_error + 8 * unit * (1 + exact.lse.abs())).all()
     for name, grad, wanted, magnitude in zip(
@@ -157,7 +162,7 @@ def assert_within_bounds(got: list[Tensor], exact: Exact, keys: int) -> None:
     ):
         once = float((wanted.to(grad.dtype).double() - wanted).norm())
         error = float((grad.double() - wanted).norm())
-        allowed = 1.5 * once + 300 * unit * float(magnitude.norm())
+        allowed = 1.5 * once + (300 * unit + rounded) * float(magnitude.norm())
         assert error <= allowed, (f"d{name}", error, allowed)
 
 
@@ -255,9 +260,11 @@ def test_dropout_drops_what_the_reference_drops(isa: str, dtype: torch.dtype) ->
         with mode():
             results.append(run(tuple(leaves), dout, dropout_p=0.3, causal=True))
     for got, wanted in zip(results[1], results[0], strict=True):
-        # A wrong bit moves an element by its whole size; the two differ by their roundings only.
+        # A wrong bit moves an element by its whole size; the two differ by their roundings only,
+        # products of bfloat16 also by those of P, at most 1 / 0.7 and times a v of 3.
         eps = torch.finfo(got.dtype).eps
-        torch.testing.assert_close(got, wanted, rtol=2 * eps, atol=200 * U + eps / 16)
+        atol = 200 * U + (eps / 2 if isa == "avx512_bf16" else eps / 16)
+        torch.testing.assert_close(got, wanted, rtol=2 * eps, atol=atol)
     *leaves, dout = draw(1, 3, 5, 1, 1, 4, 4, dtype=dtype)
     for tensor in run(tuple(leaves), dout, dropout_p=1.0)[::2]:
         assert (tensor == 0).all()
@@ -365,11 +372,6 @@ def test_sequences_end_to_end_are_calls_of_their_own(isa: str, dtype: torch.dtyp
     for tensor, used in ((out, rows), (grads[0], rows), (grads[1], keys), (grads[2], keys)):
         assert (tensor[sum(used) :] == 0).all()
     assert (lse[:, sum(rows) :] == -math.inf).all()
-
-
-def test_which_backend_names_the_body(isa: str) -> None:
-    q = torch.zeros(1, 2, 1, 4)
-    assert which_backend(flash_attn_func, q, q, q).chosen == f"cpu:{isa}"
 
 
 @pytest.mark.parametrize(

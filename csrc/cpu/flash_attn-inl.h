@@ -1,8 +1,8 @@
 // The algorithm of flash attention over the vectors of an instruction set, in the order it builds
 // up.
 //
-// Included inside the namespace of an instruction set, after flash_attn_vector-inl.h and the types
-// Floats and Doubles that derive from it.
+// Included inside the namespace of an instruction set, after flash_attn_vector-inl.h, the types
+// that derive from its vectors and what is specialised of Factors.
 
 // clang-format off
 #include "cpu/flash_attn_gemm-inl.h"

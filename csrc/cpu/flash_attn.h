@@ -41,6 +41,9 @@ constexpr int kAttnStreamRows = 16;
 // Keys that one task of such a call goes through; what a row adds up depends on nothing else.
 constexpr int kAttnSplit = 1024;
 
+// Rows or keys that one unit of a product over them may hold; arrays hold a whole number.
+constexpr int kAttnUnit = 2;
+
 constexpr int64_t attn_round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // Scalars from one packed row to the next: its width in whole cache lines. Above a panel an odd
@@ -101,7 +104,8 @@ struct FlashAttnArgs {
   double* dsink_of_head;   // [num_sequences, H]
 };
 
-// What is packed of one KV head of one sequence. Scalars are float, or double for float64.
+// What is packed of one KV head of one sequence. Scalars are float, or double for float64; a body
+// may hold two factors in a scalar's place, and half as many of them.
 struct AttnHead {
   const AttnSequence* sequence;
   int64_t kv_head;
@@ -186,6 +190,9 @@ const FlashAttnBody& flash_attn_body(AttnType type);
 }
 namespace avx512 {
 const FlashAttnBody& flash_attn_body(AttnType type);
+}
+namespace avx512_bf16 {
+const FlashAttnBody& flash_attn_body();  // of bfloat16, the one type that it is for
 }
 
 }  // namespace mcp

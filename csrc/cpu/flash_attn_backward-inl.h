@@ -9,29 +9,57 @@
 template <class E>
 constexpr bool kIsNarrow = sizeof(E) < sizeof(float);
 
+// Units of row m of a head's rows as b of a product over rows. They lie behind the same rows as a
+// of a product along them; one array is both where a unit is one factor.
+template <class S>
+UnitOf<S>* joined_rows(void* rows, const AttnHead& head, const FlashAttnArgs& args, int64_t width,
+                       int64_t m) {
+  constexpr int kDepth = Factors<S>::kDepth;
+  const int64_t num_rows = head.sequence->num_rows * (args.heads / args.kv_heads);
+  const int64_t behind = kDepth == 1 ? 0 : attn_round_up(num_rows, kDepth) * row_units<S>(width);
+  return static_cast<UnitOf<S>*>(rows) + behind + m / kDepth * attn_ld(width);
+}
+
+// Row m of q or dout both ways.
+template <class S, class E>
+void pack_query_row(const FlashAttnArgs& args, const AttnHead& head, const AttnTensor& x,
+                    int64_t sequence, int64_t m, int64_t width, void* to, FiniteCheck<S>& check) {
+  constexpr int kDepth = Factors<S>::kDepth;
+  const auto row = [&](int64_t at) {
+    const auto [position, h] = attn_place(args, head.kv_head, at);
+    return attn_row<E>(x, sequence, position, h);
+  };
+  pack_row<S>(row(m), x.dim, width, static_cast<UnitOf<S>*>(to) + m * row_units<S>(width), check);
+  if (kDepth == 1 || m % kDepth != 0) return;
+  const int64_t num_rows = head.sequence->num_rows * (args.heads / args.kv_heads);
+  const E* joined[kDepth] = {};
+  for (int64_t part = 0; part < std::min<int64_t>(kDepth, num_rows - m); ++part) {
+    joined[part] = row(m + part);
+  }
+  pack_joined<S>(joined, x.dim, width, joined_rows<S>(to, head, args, width, m), check);
+}
+
 // Rows [first, last) into q_rows, do_rows and lse; delta = rowsum(dout out) - dlse, the sum only
 // where out is not narrow.
 template <class S, class E>
 void pack_rows(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t last) {
   using T = typename S::Scalar;
   const AttnSequence& seq = *head.sequence;
-  const int64_t ldq = attn_ld(args.head_dim);
-  const int64_t ldo = attn_ld(args.value_dim);
   T* head_lse = static_cast<T*>(head.lse);
   T* head_delta = static_cast<T*>(head.delta);
   FiniteCheck<S> check;
   for (int64_t m = first; m < last; ++m) {
     const auto [position, h] = attn_place(args, head.kv_head, m);
-    pack_row<S>(attn_row<E>(args.q, seq.q, position, h), args.q.dim, args.head_dim,
-                static_cast<T*>(head.q_rows) + m * ldq, check);
-    T* dout = static_cast<T*>(head.do_rows) + m * ldo;
-    pack_row<S>(attn_row<E>(args.dout, seq.dout, position, h), args.dout.dim, args.value_dim, dout,
-                check);
-    const E* out = static_cast<const E*>(args.out) +
-                   ((seq.first_row + position) * args.heads + h) * args.value_dim;
+    pack_query_row<S, E>(args, head, args.q, seq.q, m, args.head_dim, head.q_rows, check);
+    pack_query_row<S, E>(args, head, args.dout, seq.dout, m, args.value_dim, head.do_rows, check);
     auto sum = typename S::Vec{};
-    for (int64_t e = 0; e < args.value_dim && !kIsNarrow<E>; e += S::kLanes) {
-      sum = S::fma(S::load(dout + e), load_part<S>(out + e, 1, args.value_dim - e), sum);
+    if constexpr (!kIsNarrow<E>) {
+      const T* dout = static_cast<const T*>(head.do_rows) + m * attn_ld(args.value_dim);
+      const E* out = static_cast<const E*>(args.out) +
+                     ((seq.first_row + position) * args.heads + h) * args.value_dim;
+      for (int64_t e = 0; e < args.value_dim; e += S::kLanes) {
+        sum = S::fma(S::load(dout + e), load_part<S>(out + e, 1, args.value_dim - e), sum);
+      }
     }
     const int64_t at = seq.lse + h * args.lse_head + position;
     const T lse = static_cast<const T*>(args.lse)[at];
@@ -142,12 +170,14 @@ void backward_row(const BackwardTile<S>& tile, int r) {
 template <class S>
 void score_tile(const BackwardTile<S>& tile) {
   using T = typename S::Scalar;
-  const int64_t dim = tile.args.head_dim, value_dim = tile.args.value_dim;
-  const int64_t ldq = attn_ld(dim), ldo = attn_ld(value_dim);
-  const T* q_rows = static_cast<const T*>(tile.head.q_rows) + tile.first_row * ldq;
-  const T* do_rows = static_cast<const T*>(tile.head.do_rows) + tile.first_row * ldo;
-  const T* k_panels = static_cast<const T*>(tile.head.k_panels) + tile.tile_key * dim;
-  const T* v_panels = static_cast<const T*>(tile.head.v_panels) + tile.tile_key * value_dim;
+  using Unit = UnitOf<S>;
+  const int64_t dim = units_of<S>(tile.args.head_dim);
+  const int64_t value_dim = units_of<S>(tile.args.value_dim);
+  const int64_t ldq = row_units<S>(tile.args.head_dim), ldo = row_units<S>(tile.args.value_dim);
+  const Unit* q_rows = static_cast<const Unit*>(tile.head.q_rows) + tile.first_row * ldq;
+  const Unit* do_rows = static_cast<const Unit*>(tile.head.do_rows) + tile.first_row * ldo;
+  const Unit* k_panels = static_cast<const Unit*>(tile.head.k_panels) + tile.tile_key * dim;
+  const Unit* v_panels = static_cast<const Unit*>(tile.head.v_panels) + tile.tile_key * value_dim;
   for (int64_t panel = tile.begin; panel < tile.end; panel += kAttnPanel) {
     const int64_t width = attn_round_up(std::min<int64_t>(kAttnPanel, tile.end - panel), S::kLanes);
     gemm<S>(tile.rows, width, dim, q_rows, ldq, k_panels + panel * dim, kAttnPanel,
@@ -162,28 +192,39 @@ template <class S>
 void backward_tile(const BackwardTile<S>& tile, typename S::Scalar* dk, typename S::Scalar* dv,
                    typename S::Scalar* dq) {
   using T = typename S::Scalar;
-  const int64_t ldq = attn_ld(tile.args.head_dim);
-  const int64_t ldo = attn_ld(tile.args.value_dim);
-  const T* q_rows = static_cast<const T*>(tile.head.q_rows) + tile.first_row * ldq;
-  const T* do_rows = static_cast<const T*>(tile.head.do_rows) + tile.first_row * ldo;
-  const T* k_rows = static_cast<const T*>(tile.head.k_rows) + (tile.tile_key + tile.begin) * ldq;
+  using F = Factors<S>;
+  const FlashAttnArgs& args = tile.args;
+  const int64_t ldq = attn_ld(args.head_dim), ldo = attn_ld(args.value_dim);
+  const UnitOf<S>* q_rows =
+      joined_rows<S>(tile.head.q_rows, tile.head, args, args.head_dim, tile.first_row);
+  const UnitOf<S>* do_rows =
+      joined_rows<S>(tile.head.do_rows, tile.head, args, args.value_dim, tile.first_row);
+  const UnitOf<S>* k_rows = static_cast<const UnitOf<S>*>(tile.head.k_rows) +
+                            (tile.tile_key + tile.begin) / F::kDepth * ldq;
   score_tile(tile);
-  const int64_t columns = attn_round_up(tile.args.head_dim, S::kLanes);
-  const int64_t value_columns = attn_round_up(tile.args.value_dim, S::kLanes);
+  const int64_t columns = attn_round_up(args.head_dim, S::kLanes);
+  const int64_t value_columns = attn_round_up(args.value_dim, S::kLanes);
   const int64_t count = tile.end - tile.begin;
-  const T *p = tile.p + tile.begin, *ds = tile.ds + tile.begin;
+  const int64_t row_depth = units_of<S>(tile.rows), key_depth = units_of<S>(count);
+  // P takes half of its tile once it is in units, and dS^T the other half.
+  T* other_half = tile.p + kAttnRows * kAttnKeys / 2;
+  const UnitOf<S>* p = F::along_rows(tile.p, tile.rows, tile.begin, tile.end, tile.p) + tile.begin;
+  const UnitOf<S>* ds_rows =
+      F::along_rows(tile.ds, tile.rows, tile.begin, tile.end, other_half) + tile.begin;
+  const UnitOf<S>* ds_keys = F::along_keys(tile.ds, tile.rows, tile.end) + tile.begin / F::kDepth;
   const GemmTo<T> to_dv{dv + tile.begin * ldo, ldo, Into::kAdd, nullptr};
   const GemmTo<T> to_dk{dk + tile.begin * ldq, ldq, Into::kAdd, nullptr};
   const GemmTo<T> to_dq{dq + tile.first_row * ldq, ldq, Into::kAdd, nullptr};
   if (tile.is_careful) {
-    gemm_skipping_zeros<S>(count, value_columns, tile.rows, p, 1, kAttnKeys, do_rows, ldo, to_dv);
-    gemm_skipping_zeros<S>(count, columns, tile.rows, ds, 1, kAttnKeys, q_rows, ldq, to_dk);
-    gemm_skipping_zeros<S>(tile.rows, columns, count, ds, kAttnKeys, 1, k_rows, ldq, to_dq);
+    gemm_skipping_zeros<S>(count, value_columns, row_depth, p, 1, kAttnKeys, do_rows, ldo, to_dv);
+    gemm_skipping_zeros<S>(count, columns, row_depth, ds_rows, 1, kAttnKeys, q_rows, ldq, to_dk);
+    gemm_skipping_zeros<S>(tile.rows, columns, key_depth, ds_keys, kAttnKeys, 1, k_rows, ldq,
+                           to_dq);
     return;
   }
-  gemm_transposed<S>(count, value_columns, tile.rows, p, do_rows, ldo, to_dv);
-  gemm_transposed<S>(count, columns, tile.rows, ds, q_rows, ldq, to_dk);
-  gemm_scores<S>(tile.rows, columns, count, ds, k_rows, ldq, to_dq);
+  gemm_transposed<S>(count, value_columns, row_depth, p, do_rows, ldo, to_dv);
+  gemm_transposed<S>(count, columns, row_depth, ds_rows, q_rows, ldq, to_dk);
+  gemm_scores<S>(tile.rows, columns, key_depth, ds_keys, k_rows, ldq, to_dq);
 }
 
 inline bool is_careful(const FlashAttnArgs& args, const AttnHead& head) {
@@ -247,7 +288,9 @@ void backward(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t 
     std::fill(dk, dk + count * ldq, T{0});
     std::fill(dv, dv + count * ldo, T{0});
     const KeyRange positions = positions_seeing(args, seq, key, key + count);
-    for (int64_t m = positions.first * group; m < positions.last * group; m += kAttnRows) {
+    // From a whole unit of rows on; a row that sees none of the keys has probabilities 0.
+    const int64_t first_row = positions.first * group / Factors<S>::kDepth * Factors<S>::kDepth;
+    for (int64_t m = first_row; m < positions.last * group; m += kAttnRows) {
       const int64_t end = std::min<int64_t>(m + kAttnRows, positions.last * group);
       const KeyRange seen = visible_keys(args, seq, m, end);
       const int64_t tile_begin = std::max<int64_t>(0, seen.first - key) / kAttnPanel * kAttnPanel;
@@ -293,9 +336,11 @@ void finish_dq(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t
   }
 }
 
-template <class S, class E>
+// W is the vector of what goes through few rows: they wait for memory, and read keys where they
+// lie.
+template <class S, class E, class W = S>
 constexpr FlashAttnBody make_body() {
-  return {pack_keys<S, E>, forward<S, E>,   stream<S, E>,
-          join<S, E>,      pack_rows<S, E>, kIsNarrow<E> ? add_deltas<S> : nullptr,
+  return {pack_keys<S, E>, forward<S, E>,   stream<W, E>,
+          join<W, E>,      pack_rows<S, E>, kIsNarrow<E> ? add_deltas<S> : nullptr,
           backward<S, E>,  finish_dq<S, E>};
 }

@@ -50,6 +50,7 @@ inline AttnType attn_type(const char* op, const char* name, const Tensor& x) {
 inline const FlashAttnBody& pick_body(AttnType type) {
 #if MCP_X86
   const Isa isa = current_isa();
+  if (isa >= Isa::kAvx512Bf16 && type == AttnType::kBFloat16) return avx512_bf16::flash_attn_body();
   if (isa >= Isa::kAvx512) return avx512::flash_attn_body(type);
   if (isa >= Isa::kAvx2) return avx2::flash_attn_body(type);
 #endif

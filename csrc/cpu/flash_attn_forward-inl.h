@@ -13,7 +13,8 @@ struct ForwardBlock {
   KeyRange seen;  // keys that any row sees
   bool is_first = true;
   int64_t ldq, ldo;
-  T *s, *o, *q;  // scratch: tile of scores, sums of P v, query rows
+  T *s, *o;      // scratch: tile of scores, sums of P v
+  UnitOf<S>* q;  // scratch: query rows, ldq apart
 
   RowPlace place[kAttnRows];
   KeyRange keys[kAttnRows];
@@ -27,11 +28,11 @@ struct ForwardBlock {
         kv_head(head.kv_head),
         rows(static_cast<int>(last - first)),
         seen(visible_keys(args_, *head.sequence, first, last)),
-        ldq(attn_ld(args_.head_dim)),
+        ldq(row_units<S>(args_.head_dim)),
         ldo(attn_ld(args_.value_dim)),
         s(tile),
         o(own),
-        q(own + kAttnRows * ldo) {
+        q(reinterpret_cast<UnitOf<S>*>(own + kAttnRows * ldo)) {
     for (int r = 0; r < rows; ++r) {
       place[r] = attn_place(args, kv_head, first + r);
       keys[r] = visible_keys(args, seq, place[r].position);
@@ -115,10 +116,9 @@ void exponentials(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
 // One tile: keys [tile_key, tile_key + count), packed at k_panels and v_rows.
 template <class S>
 void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
-                  const typename S::Scalar* k_panels, const typename S::Scalar* v_rows,
-                  bool is_finite) {
+                  const UnitOf<S>* k_panels, const UnitOf<S>* v_rows, bool is_finite) {
   using T = typename S::Scalar;
-  const int64_t dim = block.args.head_dim;
+  const int64_t dim = units_of<S>(block.args.head_dim);
   for (int64_t panel = 0; panel < count; panel += kAttnPanel) {
     gemm<S>(block.rows, attn_round_up(std::min<int64_t>(kAttnPanel, count - panel), S::kLanes), dim,
             block.q, block.ldq, k_panels + panel * dim, kAttnPanel,
@@ -126,14 +126,15 @@ void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
   }
   find_maxima<S>(block, tile_key, count);
   exponentials<S>(block, tile_key, count);
+  const UnitOf<S>* p = Factors<S>::along_keys(block.s, block.rows, count);
+  const int64_t depth = units_of<S>(count);
   const int64_t columns = attn_round_up(block.args.value_dim, S::kLanes);
   const GemmTo<T> to{block.o, block.ldo, block.is_first ? Into::kSet : Into::kScaledAdd,
                      block.rescale};
   if (is_finite) {
-    gemm_scores<S>(block.rows, columns, count, block.s, v_rows, block.ldo, to);
+    gemm_scores<S>(block.rows, columns, depth, p, v_rows, block.ldo, to);
   } else {
-    gemm_skipping_zeros<S>(block.rows, columns, count, block.s, kAttnKeys, 1, v_rows, block.ldo,
-                           to);
+    gemm_skipping_zeros<S>(block.rows, columns, depth, p, kAttnKeys, 1, v_rows, block.ldo, to);
   }
 }
 
@@ -169,23 +170,23 @@ void finish_rows(ForwardBlock<S>& block) {
 // The part of a tile that a block sees: packed here, or packed before.
 template <class S, class E>
 void meet_tile(ForwardBlock<S>& block, const AttnForwardTask& task, int64_t key, int64_t count,
-               typename S::Scalar* scratch) {
-  using T = typename S::Scalar;
+               UnitOf<S>* scratch) {
   const FlashAttnArgs& args = block.args;
   if (task.is_packed) {
-    forward_tile<S>(block, key, count, static_cast<T*>(task.head->k_panels) + key * args.head_dim,
-                    static_cast<T*>(task.head->v_rows) + key * block.ldo,
+    const auto* k_panels = static_cast<const UnitOf<S>*>(task.head->k_panels);
+    const auto* v_rows = static_cast<const UnitOf<S>*>(task.head->v_rows);
+    forward_tile<S>(block, key, count, k_panels + key * units_of<S>(args.head_dim),
+                    v_rows + key / Factors<S>::kDepth * block.ldo,
                     task.head->is_finite.load(std::memory_order_relaxed));
-  } else {
-    T* v_rows = scratch + kAttnKeys * block.ldq;
-    FiniteCheck<S> check;
-    pack_panels_of<S, E>(args.k, block.seq.k + key * args.k.row, block.kv_head, 0, count,
-                         args.head_dim, scratch, check);
-    pack_rows_of<S, E>(args.v, block.seq.v + key * args.v.row, block.kv_head, 0, count,
-                       args.value_dim, v_rows, check);
-    forward_tile<S>(block, key, count, scratch, v_rows, check.is_finite());
+    return;
   }
-  block.is_first = false;
+  UnitOf<S>* v_rows = scratch + kAttnKeys * attn_ld(args.head_dim);
+  FiniteCheck<S> check;
+  pack_panels_of<S, E>(args.k, block.seq.k + key * args.k.row, block.kv_head, 0, count,
+                       args.head_dim, scratch, check);
+  pack_rows_of<S, E>(args.v, block.seq.v + key * args.v.row, block.kv_head, 0, count,
+                     args.value_dim, v_rows, check);
+  forward_tile<S>(block, key, count, scratch, v_rows, check.is_finite());
 }
 
 template <class S>
@@ -202,8 +203,9 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
   using T = typename S::Scalar;
   const int64_t own = kAttnRows * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
   T* tile = static_cast<T*>(scratch);
-  T* packed = tile + kAttnRows * kAttnKeys;
-  T* next = packed + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
+  auto* packed = reinterpret_cast<UnitOf<S>*>(tile + kAttnRows * kAttnKeys);
+  T* next =
+      tile + kAttnRows * kAttnKeys + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
   std::vector<ForwardBlock<S>> blocks;
   blocks.reserve(kAttnBlocks);
   KeyRange seen{task.last_key, 0};
@@ -229,7 +231,9 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
     const int64_t end = std::min(key + kAttnKeys, last);
     for (ForwardBlock<S>& block : blocks) {
       const int64_t count = std::min(end, block.seen.last) - key;
-      if (count > 0 && block.seen.first < end) meet_tile<S, E>(block, task, key, count, packed);
+      if (count <= 0 || block.seen.first >= end) continue;
+      meet_tile<S, E>(block, task, key, count, packed);
+      block.is_first = false;
     }
   }
   T* partial = static_cast<T*>(task.partial);

@@ -1,9 +1,10 @@
 // Small matrix products of attention, in micro-tiles that stay in registers.
 //
-// Included inside the namespace of an instruction set, after flash_attn_vector-inl.h. S, an
+// Included inside the namespace of an instruction set, after flash_attn_factors-inl.h. S, an
 // instruction set's vector, also says how many registers a micro-tile may take:
 //   S::kColumns            registers side by side
 //   S::rows(columns)       rows for that many columns: rows * columns sums, columns of b, one of a
+// Depths are in units of Factors<S>, and so are the strides of a and b; columns and c in scalars.
 
 // How sums join what is in c.
 enum class Into { kSet, kAdd, kScaledAdd };  // c = ab, c += ab, c = row_scale * c + ab
@@ -18,21 +19,21 @@ struct GemmTo {
 
 // Micro-tile: R rows, N registers of columns. a(r, k) is a[r * a_row + k * kStep].
 template <class S, int R, int N, int kRow, int kStep>
-inline void micro_tile(int64_t depth, const typename S::Scalar* a, int64_t a_row,
-                       const typename S::Scalar* b, int64_t ldb,
-                       const GemmTo<typename S::Scalar>& to) {
+inline void micro_tile(int64_t depth, const UnitOf<S>* a, int64_t a_row, const UnitOf<S>* b,
+                       int64_t ldb, const GemmTo<typename S::Scalar>& to) {
   using Vec = typename S::Vec;
+  using F = Factors<S>;
   const int64_t row = kRow ? kRow : a_row;
   Vec sum[R][N] = {};
   for (int64_t k = 0; k < depth; ++k, a += kStep, b += ldb) {
     Vec bk[N];
 #pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) bk[n] = S::load(b + n * S::kLanes);
+    for (int n = 0; n < N; ++n) bk[n] = F::load(b + n * S::kLanes);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-      const Vec ak = S::set1(a[r * row]);
+      const Vec ak = F::broadcast(a + r * row);
 #pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) sum[r][n] = S::fma(ak, bk[n], sum[r][n]);
+      for (int n = 0; n < N; ++n) sum[r][n] = F::multiply_add(ak, bk[n], sum[r][n]);
     }
   }
 #pragma GCC unroll 12
@@ -52,9 +53,8 @@ inline void micro_tile(int64_t depth, const typename S::Scalar* a, int64_t a_row
 
 // Rows [r, rows) in tiles of R; what is left goes to smaller tiles.
 template <class S, int R, int N, int kRow, int kStep>
-inline void gemm_rows(int64_t r, int64_t rows, int64_t depth, const typename S::Scalar* a,
-                      int64_t a_row, const typename S::Scalar* b, int64_t ldb,
-                      GemmTo<typename S::Scalar> to) {
+inline void gemm_rows(int64_t r, int64_t rows, int64_t depth, const UnitOf<S>* a, int64_t a_row,
+                      const UnitOf<S>* b, int64_t ldb, GemmTo<typename S::Scalar> to) {
   for (; r + R <= rows; r += R) {
     GemmTo<typename S::Scalar> here = to;
     here.c += r * to.ldc;
@@ -69,8 +69,8 @@ inline void gemm_rows(int64_t r, int64_t rows, int64_t depth, const typename S::
 
 template <class S, int N, int kRow, int kStep>
 inline void gemm_columns(int64_t first, int64_t columns, int64_t rows, int64_t depth,
-                         const typename S::Scalar* a, int64_t a_row, const typename S::Scalar* b,
-                         int64_t ldb, GemmTo<typename S::Scalar> to) {
+                         const UnitOf<S>* a, int64_t a_row, const UnitOf<S>* b, int64_t ldb,
+                         GemmTo<typename S::Scalar> to) {
   for (; first + N <= columns; first += N) {
     GemmTo<typename S::Scalar> here = to;
     here.c += first * S::kLanes;
@@ -87,31 +87,31 @@ inline void gemm_columns(int64_t first, int64_t columns, int64_t rows, int64_t d
 // c[rows, columns] from a[rows, depth] (rows a_row apart) and b[depth, columns]. columns is a whole
 // number of registers. One column of registers of b is used for all rows before the next is read.
 template <class S>
-void gemm(int64_t rows, int64_t columns, int64_t depth, const typename S::Scalar* a, int64_t a_row,
-          const typename S::Scalar* b, int64_t ldb, const GemmTo<typename S::Scalar>& to) {
+void gemm(int64_t rows, int64_t columns, int64_t depth, const UnitOf<S>* a, int64_t a_row,
+          const UnitOf<S>* b, int64_t ldb, const GemmTo<typename S::Scalar>& to) {
   gemm_columns<S, S::kColumns, 0, 1>(0, columns / S::kLanes, rows, depth, a, a_row, b, ldb, to);
 }
 
 // The same with a a tile of scores: rows kAttnKeys apart.
 template <class S>
-void gemm_scores(int64_t rows, int64_t columns, int64_t depth, const typename S::Scalar* a,
-                 const typename S::Scalar* b, int64_t ldb, const GemmTo<typename S::Scalar>& to) {
+void gemm_scores(int64_t rows, int64_t columns, int64_t depth, const UnitOf<S>* a,
+                 const UnitOf<S>* b, int64_t ldb, const GemmTo<typename S::Scalar>& to) {
   gemm_columns<S, S::kColumns, kAttnKeys, 1>(0, columns / S::kLanes, rows, depth, a, 0, b, ldb, to);
 }
 
 // The same with a the transpose of a tile of scores: a(r, k) is row k, column r of the tile.
 template <class S>
-void gemm_transposed(int64_t rows, int64_t columns, int64_t depth, const typename S::Scalar* a,
-                     const typename S::Scalar* b, int64_t ldb,
-                     const GemmTo<typename S::Scalar>& to) {
+void gemm_transposed(int64_t rows, int64_t columns, int64_t depth, const UnitOf<S>* a,
+                     const UnitOf<S>* b, int64_t ldb, const GemmTo<typename S::Scalar>& to) {
   gemm_columns<S, S::kColumns, 1, kAttnKeys>(0, columns / S::kLanes, rows, depth, a, 0, b, ldb, to);
 }
 
 // For inputs that are not finite: what a is 0 for takes no part, so that 0 * NaN is not NaN.
 template <class S>
-void gemm_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, const typename S::Scalar* a,
-                         int64_t a_row, int64_t a_step, const typename S::Scalar* b, int64_t ldb,
+void gemm_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, const UnitOf<S>* a,
+                         int64_t a_row, int64_t a_step, const UnitOf<S>* b, int64_t ldb,
                          const GemmTo<typename S::Scalar>& to) {
+  using F = Factors<S>;
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t n = 0; n < columns; n += S::kLanes) {
       typename S::Scalar* c = to.c + r * to.ldc + n;
@@ -119,8 +119,11 @@ void gemm_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, const typ
       if (to.into == Into::kAdd) sum = S::load(c);
       if (to.into == Into::kScaledAdd) sum = S::set1(to.row_scale[r]) * S::load(c);
       for (int64_t k = 0; k < depth; ++k) {
-        const typename S::Scalar factor = a[r * a_row + k * a_step];
-        if (factor != 0) sum = S::fma(S::set1(factor), S::load(b + k * ldb + n), sum);
+        for (int part = 0; part < F::kDepth; ++part) {
+          const typename S::Scalar factor = F::factor(a + r * a_row + k * a_step, part);
+          if (factor != 0)
+            sum = S::fma(S::set1(factor), F::factors(F::load(b + k * ldb + n), part), sum);
+        }
       }
       S::store(c, sum);
     }

@@ -33,7 +33,7 @@ int64_t place_arrays(const FlashAttnArgs& args, AttnHead& head, char* memory, bo
   const int64_t d = attn_ld(args.head_dim);
   const int64_t e = attn_ld(args.value_dim);
   const int64_t keys = attn_round_up(seq.num_keys, kAttnPanel);
-  const int64_t rows = seq.num_rows * group_of(args);
+  const int64_t rows = attn_round_up(seq.num_rows * group_of(args), kAttnUnit);
   int64_t taken = 0;
   const auto take = [&](void*& array, int64_t scalars) {
     if (memory != nullptr) array = memory + taken;

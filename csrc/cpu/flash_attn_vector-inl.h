@@ -212,3 +212,5 @@ void store_part(E* to, typename S::Vec v, int64_t count) {
   S::store_as(static_cast<E*>(padded), v);
   std::memcpy(to, padded, count * sizeof(E));
 }
+
+#include "cpu/flash_attn_factors-inl.h"

@@ -84,9 +84,9 @@ def _kernel_findings() -> Iterator[Finding]:
             advice = f"{info.reasons[name]}; plain PyTorch does the same, slower"
             yield Finding(topic, "note", "not built", advice)
     if info.cpu_isa is not None:
-        fastest = info.cpu_isas[-1] if info.cpu_isas else info.cpu_isa
+        fastest = info.cpu_isa_default
         if info.cpu_isa_forced and info.cpu_isa != fastest:
-            advice = f"unset MCP_CPU_ISA, unless for a test: this processor can run {fastest}"
+            advice = f"unset MCP_CPU_ISA, unless for a test: {fastest} is fastest here"
             yield Finding("instruction set", "note", f"{info.cpu_isa}, forced", advice)
         else:
             yield Finding("instruction set", "ok", info.cpu_isa)
