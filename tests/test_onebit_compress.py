@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
+from bodies import ISAS, PATHS, rms_within_half_an_ulp, running_on
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mcp_kernels import onebit_compress, onebit_decompress, reference_only
 from mcp_kernels.testing import assert_same_bits, make_gradient, make_hostile
 
-if importlib.util.find_spec("mcp_kernels._C") is not None:
-    from mcp_kernels import _C
-
-    ISAS = list(_C.cpu_isas())
-else:
-    ISAS = []
-
-PATHS = ["reference", *ISAS]
 # 1: one element; 7, 8, 9: around a byte; 31..33: around a row of lanes; 63..65: around a word;
 # 1000: a short last block; 1024, 2048: full blocks; 5003: several blocks and a ragged tail.
 SIZES = [1, 7, 8, 9, 31, 32, 33, 63, 64, 65, 1000, 1024, 2048, 5003]
@@ -29,21 +21,6 @@ BLOCK_SIZES = [8, 24, 32, 64, 1000, 1024, 4096, 1 << 40]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-
-
-@contextmanager
-def running_on(path):
-    """Run our ops on the reference or on one instruction set."""
-    if path == "reference":
-        with reference_only():
-            yield
-        return
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(path)
-    try:
-        yield
-    finally:
-        _C.set_cpu_isa(before)
 
 
 def compress_on(path, x, error, block_size):
@@ -70,11 +47,7 @@ def assert_is_the_definition(x, error, block_size, result):
     np.testing.assert_array_equal(bits, np.packbits(carried >= 0, bitorder="little"))
     for block in range(len(scales)):
         span = slice(block * block_size, (block + 1) * block_size)
-        exact = np.sqrt(np.mean(carried[span].astype(np.longdouble) ** 2))
-        # Half an ulp of float32 for the one rounding to it; the float64 sums before it are far
-        # below a hundredth of that. An ulp is 2^-149 at the least.
-        half_ulp = max(np.spacing(np.float32(exact)), np.float32(2**-149)) / 2
-        assert abs(np.longdouble(scales[block]) - exact) <= 1.01 * half_ulp
+        assert rms_within_half_an_ulp(scales[block], carried[span])
         sent = np.where(carried[span] >= 0, scales[block], -scales[block])
         np.testing.assert_array_equal(new_error.ravel()[span], carried[span] - sent)
 

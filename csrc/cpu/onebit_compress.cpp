@@ -4,40 +4,16 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <tuple>
 
 #include "common/check.h"
-#include "common/isa.h"
-#include "common/target.h"
+#include "cpu/codec_run.h"
 
 namespace mcp {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Elements worth a thread of their own: ~20 us of work, ten times what waking a thread costs.
-constexpr int64_t kGrainElements = 65536;
-
-template <class Args>
-using Body = void (*)(const Args&, int64_t first, int64_t last);
-
-template <class Args>
-Body<Args> pick(Body<Args> scalar, Body<Args> avx2, Body<Args> avx512) {
-  const Isa isa = current_isa();
-  if (isa >= Isa::kAvx512) return avx512;
-  return isa >= Isa::kAvx2 ? avx2 : scalar;
-}
-
-template <class Args>
-void run(Body<Args> body, const Args& args) {
-  const int64_t num_blocks = ceil_div(args.numel, args.block_size);
-  if (num_blocks == 0) return;
-  const int64_t grain = std::max<int64_t>(1, kGrainElements / args.block_size);
-  torch::stable::parallel_for(0, num_blocks, grain,
-                              [&](int64_t first, int64_t last) { body(args, first, last); });
-}
 
 std::tuple<Tensor, Tensor> onebit_compress(Tensor x, Tensor error, int64_t block_size) {
   constexpr const char* kOp = "onebit_compress";
@@ -59,12 +35,9 @@ std::tuple<Tensor, Tensor> onebit_compress(Tensor x, Tensor error, int64_t block
                                 static_cast<float*>(scales.mutable_data_ptr()),
                                 numel,
                                 block_size};
-#if MCP_X86
-  const auto body = pick(scalar::onebit_compress, avx2::onebit_compress, avx512::onebit_compress);
-#else
-  const auto body = scalar::onebit_compress;
-#endif
-  run<OnebitCompressArgs>(body, args);
+  const auto body = MCP_PICK(onebit_compress);
+  for_blocks(ceil_div(numel, block_size), block_size,
+             [&](int64_t first, int64_t last) { body(args, first, last); });
   return {bits, scales};
 }
 
@@ -84,13 +57,9 @@ Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t bloc
   const OnebitDecompressArgs args{static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
                                   static_cast<const float*>(flat_scales.const_data_ptr()),
                                   static_cast<float*>(x.mutable_data_ptr()), numel, block_size};
-#if MCP_X86
-  const auto body =
-      pick(scalar::onebit_decompress, avx2::onebit_decompress, avx512::onebit_decompress);
-#else
-  const auto body = scalar::onebit_decompress;
-#endif
-  run<OnebitDecompressArgs>(body, args);
+  const auto body = MCP_PICK(onebit_decompress);
+  for_blocks(ceil_div(numel, block_size), block_size,
+             [&](int64_t first, int64_t last) { body(args, first, last); });
   return x;
 }
 

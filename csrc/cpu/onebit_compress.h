@@ -15,11 +15,9 @@
 #include <cstdint>
 
 #include "common/float_types.h"
+#include "cpu/codec_rows.h"
 
 namespace mcp {
-
-// Lanes of the sum, elements of a row, bits of a word of signs.
-constexpr int kRow = 32;
 
 struct OnebitCompressArgs {
   const void* x;       // [numel] of x_type
