@@ -138,13 +138,21 @@ class CodeExchange:
         else:
             self._sends = _exchange_by_pairs(self._received, rows, group)
 
+    def receive(self) -> Tensor:
+        """Wait for the all-to-all: every rank's row of this rank's chunk, uint8 ``[W, row_bytes]``.
+
+        Needs a group.
+        """
+        self._wait()
+        return self._received
+
     def reduce(self) -> tuple[Tensor, Tensor]:
         """Wait for the all-to-all and reduce this rank's chunk: its codes and scales.
 
         Only for a caller that adds to its row: it goes on with ``gather``. Needs a group.
         """
         assert self._group is not None
-        self._wait()
+        self.receive()
         size = self.chunks.sizes[self._group.rank()]
         codes, scales = self.chunks.read(self._received, size)
         return self.chunks.codec.reduce(

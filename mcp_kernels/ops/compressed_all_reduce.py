@@ -127,7 +127,7 @@ class CompressedWork:
         self._factor = float(ranks) if op == "sum" else 1.0
         mine = flat if self._hosts is None else self._hosts.mean_here(flat)
         self._chunks = Chunks(mine.numel(), world, block_size, codec)
-        rows = _compress_rows(mine, state.worker_error, self._chunks)
+        rows = compress_rows(mine, state.worker_error, self._chunks)
         self._exchange = CodeExchange(self._chunks, rows, state.server_error, across)
         self._result: Tensor | None = None
 
@@ -147,7 +147,7 @@ class CompressedWork:
         return self._result
 
 
-def _compress_rows(x: Tensor, error: Tensor, chunks: Chunks) -> Tensor:
+def compress_rows(x: Tensor, error: Tensor, chunks: Chunks) -> Tensor:
     """This rank's codes of every chunk, as rows to send; ``error`` is updated."""
     rows = torch.empty(chunks.world, chunks.row_bytes, dtype=torch.uint8, device=x.device)
     if chunks.numel == 0:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcp_kernels.ops.block_layout import BlockLayout
+from mcp_kernels.optim._bucket_errors import fitted
 
 if TYPE_CHECKING:
     from mcp_kernels.optim._adam_bucket import AdamBucket
@@ -190,15 +191,15 @@ def _reshard_bucket(
             # The momentum in float32 is whole on every rank once the variance is frozen.
             cut = was_sharded and not (name == "exp_avg" and "denom" in held)
             parts = [old["tensors"][name] for old in olds] if cut else [held[name]]
-            whole = _fitted(torch.cat(parts), padded)
+            whole = fitted(torch.cat(parts), padded)
             is_cut = is_sharded and not (name == "exp_avg" and "denom" in held)
             tensors[name] = whole[own].clone() if is_cut else whole
     if "worker_error" in held:
-        tensors["bits"] = _fitted(held["bits"], padded // 8)
-        tensors["scales"] = _fitted(held["scales"], layout.num_blocks)
+        tensors["bits"] = fitted(held["bits"], padded // 8)
+        tensors["scales"] = fitted(held["scales"], layout.num_blocks)
         errors = torch.stack([old["tensors"]["worker_error"].double() for old in olds]).mean(0)
-        server = _fitted(torch.cat([old["tensors"]["server_error"] for old in olds]), padded)
-        errors = _fitted(errors, padded)
+        server = fitted(torch.cat([old["tensors"]["server_error"] for old in olds]), padded)
+        errors = fitted(errors, padded)
         if not keep:
             errors, server = torch.zeros_like(errors), torch.zeros_like(server)
         if layout.world_size == 1:  # alone there is no server
@@ -206,8 +207,3 @@ def _reshard_bucket(
         tensors["worker_error"] = errors.float()
         tensors["server_error"] = server[own].clone() if layout.world_size > 1 else server
     return {**olds[0], "is_sharded": is_sharded, "tensors": tensors}
-
-
-def _fitted(flat: Tensor, numel: int) -> Tensor:
-    """``flat`` with zeros at its end, or less of the padding there."""
-    return torch.nn.functional.pad(flat, (0, max(0, numel - flat.numel())))[:numel].clone()
