@@ -16,7 +16,7 @@ TRAIN_FLAGS = --preset tiny --dp 2 --tp 2 --pp 2
 # A run folder that holds a run is refused, so each make train takes the next free number.
 RUN_DIR ?= $(shell n=1; while [ -e runs/tiny-$$n ]; do n=$$((n + 1)); done; echo runs/tiny-$$n)
 
-.PHONY: train test test-slow bench check format clean gpu-check cubins
+.PHONY: train test test-slow tsan bench check format clean gpu-check cubins
 
 train: $(NEEDS)
 	@run_dir="$(RUN_DIR)" && \
@@ -28,6 +28,10 @@ test: $(NEEDS_DEV)
 
 test-slow: $(NEEDS_DEV)
 	$(BIN)/python -m pytest -m slow
+
+# The shared-memory protocol with threads as ranks, under ThreadSanitizer.
+tsan: $(NEEDS_DEV)
+	$(BIN)/python -m pytest -m slow tests/test_shm_tsan.py
 
 bench: $(NEEDS_DEV)
 	$(BIN)/python -m pytest bench -q --benchmark-enable --benchmark-only \

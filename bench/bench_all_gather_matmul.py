@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import compare_on_ranks
+from on_ranks import compare_on_ranks, shm_group
 
 from mcp_kernels import all_gather_matmul
 
@@ -39,6 +39,8 @@ def make(rank, world, shape, has_backward):
         gathered = TorchAllGather.apply(x)
         return [torch.nn.functional.linear(gathered, weight) for weight in weights]
 
+    group = shm_group(world)
+
     def finish(ys):
         results = ys
         if has_backward:
@@ -46,7 +48,7 @@ def make(rank, world, shape, has_backward):
         return torch.cat([t.flatten() for t in results])
 
     return {
-        "ours": lambda: finish(all_gather_matmul(x, weights, gather_dim=1)),
+        "ours": lambda: finish(all_gather_matmul(x, weights, gather_dim=1, group=group)),
         "torch": lambda: finish(torch_linears()),
     }
 

@@ -1,11 +1,11 @@
-"""matmul_reduce_scatter beside F.linear and dist.reduce_scatter: forward, and with backward."""
+"""matmul_reduce_scatter in shared memory beside F.linear and reduce_scatter on gloo."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
-from on_ranks import compare_on_ranks
+from on_ranks import compare_on_ranks, shm_group
 
 from mcp_kernels import matmul_reduce_scatter
 
@@ -35,6 +35,8 @@ def make(rank, world, shape, has_backward):
     x = torch.randn(batch, rows, in_features, requires_grad=has_backward)
     weight = torch.randn(out_features, in_features, requires_grad=has_backward)
 
+    group = shm_group(world)
+
     def finish(y):
         if not has_backward:
             return y
@@ -42,7 +44,7 @@ def make(rank, world, shape, has_backward):
         return torch.cat([dx.flatten(), dw.flatten()])
 
     return {
-        "ours": lambda: finish(matmul_reduce_scatter(x, weight, scatter_dim=1)),
+        "ours": lambda: finish(matmul_reduce_scatter(x, weight, scatter_dim=1, group=group)),
         "torch": lambda: finish(TorchReduceScatter.apply(torch.nn.functional.linear(x, weight))),
     }
 

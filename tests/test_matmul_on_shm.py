@@ -81,7 +81,7 @@ def _subgroups(rank: int, world: int) -> list[float]:
     import mcp_kernels.shm  # noqa: F401 (registers the backend)
 
     pairs = [dist.new_group([0, 2], backend="shm"), dist.new_group([1, 3], backend="shm")]
-    mine = pairs[rank % 2]
+    mine: Any = pairs[rank % 2]
     x, weight = torch.full((1, 1), 10.0**rank), torch.ones(1, 1)
     # More calls than slots.
     return [matmul_all_reduce(x, weight, group=mine).item() for _ in range(6)]

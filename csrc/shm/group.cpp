@@ -154,8 +154,10 @@ void Group::post(const Call& call) {
   ++step_;
   Progress& progress = own()->progress;
   progress.signature[step_ % kSlots] = call.signature;
+  protocol_point();
   progress.posted.store(step_, std::memory_order_release);
   fence_before_ring();
+  protocol_point();
   for (int peer = 0; peer < world(); ++peer) {
     if (peer != rank()) ring(&header(peer)->doorbell);
   }
@@ -173,6 +175,7 @@ void Group::await(const Call& call) {
       if (interrupt_check_) interrupt_check_();
       check_waiting(describe(call), deadline, timeout_s_, peer, ready);
     });
+    protocol_point();
     check_peer(call, peer);
   }
 }

@@ -253,6 +253,7 @@ void Mailbox::read(int peer, void* to, size_t bytes) {
   const char* const ring = group_->ring_of(peer, group_->rank());
   std::memcpy(to, ring + begin, first);
   std::memcpy(static_cast<char*>(to) + first, ring, bytes - first);
+  protocol_point();
   tail.store(at + whole_lines(bytes), std::memory_order_release);
 }
 
@@ -265,6 +266,7 @@ void Mailbox::write(int peer, const void* from, size_t bytes) {
   char* const ring = group_->ring_of(group_->rank(), peer);
   std::memcpy(ring + begin, from, first);
   std::memcpy(ring, static_cast<const char*>(from) + first, bytes - first);
+  protocol_point();
   head.store(at + whole_lines(bytes), std::memory_order_release);
 }
 

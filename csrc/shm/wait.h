@@ -18,6 +18,14 @@ inline void pause_cpu() {
 #endif
 }
 
+// Where another rank may come in between: a test that defines MCP_SHM_POINTS dawdles there at
+// random.
+#ifdef MCP_SHM_POINTS
+void protocol_point();
+#else
+inline void protocol_point() {}
+#endif
+
 // How long to try before the next, costlier way of waiting.
 struct Patience {
   int pauses;  // tries with the core kept

@@ -109,6 +109,7 @@ void Workspace::wait(const Ready& ready) {
 }
 
 void Workspace::tell(Flag flag, uint64_t value) {
+  protocol_point();
   (flags(rank()).*flag).store(value, std::memory_order_release);
   fence_before_ring();
   for (int peer = 0; peer < world(); ++peer) {
@@ -137,6 +138,7 @@ bool Workspace::advance_sum() {
   bool moved = false;
   for (;;) {
     if (reduced_ < published_ && all_reached(&Flags::filled, reduced_ + 1)) {
+      protocol_point();
       reduce_block(++reduced_);
       if (sum_.in_stages) {
         tell(&Flags::reduced, reduced_);
@@ -225,6 +227,7 @@ bool Workspace::advance_gather() {
 }
 
 bool Workspace::take_pieces(int peer) {
+  protocol_point();
   const uint64_t stands = flags(peer).filled.load(std::memory_order_acquire);
   const uint64_t until = std::min(stands, published_);
   const bool moved = taken_[peer] < until;
