@@ -62,9 +62,9 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         return list(pool.map(lambda source: compile_file(source, folder), sources()))
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_every_call_on_2_to_8_ranks(objects: list[Path], tmp_path: Path, seed: int) -> None:
-    done = run(link(objects, tmp_path / "ranks"), seed, 150)
+    done = run(link(objects, tmp_path / "ranks"), seed, 80)
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("all held") == 7
 
