@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from mcp_kernels.triton.flash_attn_launch import Launch
+from mcp_kernels.triton.symmetric_launch import Launch as SymmetricLaunch
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -48,12 +49,17 @@ class Resources:
     """Whether products run on Hopper's warp-group instructions."""
 
 
-def compile_launch(launch: Launch, arch: int) -> Resources:
+def compile_launch(launch: Launch | SymmetricLaunch, arch: int) -> Resources:
     """Compile ``launch`` for compute capability ``arch`` (80, 90).
 
     Raises:
         RuntimeError: the compiled object does not say what it takes.
     """
+    return compile_launch_with_ptx(launch, arch)[0]
+
+
+def compile_launch_with_ptx(launch: Launch | SymmetricLaunch, arch: int) -> tuple[Resources, str]:
+    """As ``compile_launch``, with the PTX text."""
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -68,7 +74,7 @@ def compile_launch(launch: Launch, arch: int) -> Resources:
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source, target=target, options=launch.options())
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
-    return _resources(cubin, ptx, compiled.metadata.shared)
+    return _resources(cubin, ptx, compiled.metadata.shared), ptx
 
 
 def _signature(
