@@ -26,7 +26,13 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # numpy says so where a kernel makes or compares infinities; they are meant.
 IGNORE_NUMPY = "ignore:(invalid value|overflow|divide by zero|All-NaN slice) enc:RuntimeWarning"
 
-TILES = ("forward_tile", "key_gradient_tile", "query_gradient_tile", "delta_tile")
+TILES = (
+    "forward_tile",
+    "key_gradient_tile",
+    "query_gradient_tile",
+    "bias_gradient_tile",
+    "delta_tile",
+)
 
 
 @contextmanager

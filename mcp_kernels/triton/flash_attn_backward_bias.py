@@ -129,7 +129,7 @@ def bias_gradient_launch(
     problem: Problem, dout: Tensor, lse: Tensor, delta: Tensor, dbias: Tensor
 ) -> Launch:
     """How ``dbias`` (of the bias's own shape, contiguous) is filled."""
-    wish = config.query_gradient_tile(problem.width, problem.q.element_size(), False, problem.chip)
+    wish = config.bias_gradient_tile(problem.width, problem.q.element_size(), problem.chip)
     tile = config.shrink(wish, problem.rows, problem.keys)
     full = (
         *(problem.batch, problem.heads),

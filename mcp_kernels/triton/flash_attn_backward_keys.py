@@ -207,7 +207,11 @@ def key_gradients_launches(
 ) -> list[Launch]:
     """How ``dk`` and ``dv`` (as k and v, contiguous) are filled: in one pass, or one for each."""
     wish = config.key_gradient_tile(
-        problem.width, problem.q.element_size(), problem.is_plain, problem.chip
+        problem.width,
+        problem.q.element_size(),
+        problem.is_plain,
+        problem.rng is not None,
+        problem.chip,
     )
     tile = config.shrink(wish, problem.rows, problem.keys)
     num_tiles, tiles = triton.cdiv(problem.keys, tile.keys), None
@@ -232,8 +236,9 @@ def key_gradients_launches(
         "keep_factor": problem.keep_factor(),
     }
     # A bias hides anything. A window that ends to the left would make a third loop beside those
-    # for the diagonal and for what all see, and its code takes registers from both.
-    is_all_masked = problem.bias is not None or problem.options.window_left >= 0
+    # for the diagonal and for what all see, and its code takes registers from both; so does a
+    # second loop that draws a dropout mask.
+    is_all_masked = not problem.is_plain or problem.options.window_left >= 0
     constants = {
         **problem.constants(),
         "M": tile.rows,

@@ -66,15 +66,19 @@ def _fit(tile: Tile, held: int, walked: int, chip: Chip) -> Tile:
     return tile._replace(num_stages=stages)
 
 
-def forward_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> Tile:
+def forward_tile(
+    width: int, element_bytes: int, is_plain: bool, has_alibi: bool, chip: Chip
+) -> Tile:
     """Tile of the forward kernel; ``is_plain`` without bias and dropout, which take registers."""
     if element_bytes == 4:
         # No matrix unit multiplies float32 exactly: products are FMAs on operands in registers.
         wish = Tile(32, 32, 4, 1) if width <= 128 else Tile(16, 32, 4, 1)
     elif width <= 64:
         # 128 x 128 scores over 256 threads are 64 registers beside 32 of the output; with mma.sync
-        # (sm_80) operands go through registers too, and half of it has to do.
-        wish = Tile(128, 128 if is_plain and chip.has_wgmma else 64, 8, 3)
+        # (sm_80) operands go through registers too, and half of it has to do. So it has with ALiBi,
+        # whose distances are another 64.
+        is_large = is_plain and not has_alibi and chip.has_wgmma
+        wish = Tile(128, 128 if is_large else 64, 8, 3)
     elif width <= 128:
         # 64 registers of output leave room for 128 x 64 scores with wgmma, 64 x 64 without.
         # A bias or a dropout mask takes as many again.
@@ -87,15 +91,20 @@ def forward_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> 
     return _fit(wish, held, 2 * wish.keys * width * element_bytes, chip)
 
 
-def key_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> Tile:
+def key_gradient_tile(
+    width: int, element_bytes: int, is_plain: bool, has_dropout: bool, chip: Chip
+) -> Tile:
     """Tile of the dK, dV kernel: keys stay, rows are walked over."""
     if element_bytes == 4:
         wish = Tile(16, 32, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
     elif width <= 128:
         # At 64: dK and dV of 128 keys are 64 registers, k and v as operands 32. At 128 each of dK
-        # and dV has a pass of its own. What is left takes scores of 32 rows, not of 64; of 16 at
-        # 128 without wgmma, where q and dO go through registers too.
-        wish = Tile(32 if width <= 64 or chip.has_wgmma else 16, 128, 8, 2)
+        # and dV has a pass of its own. What is left takes scores of 32 rows, not of 64; of 16 with
+        # a bias or a dropout mask, and at 128 without wgmma, where q and dO go through registers
+        # too and the words of a dropout mask take half of the keys.
+        is_roomy = width <= 64 or chip.has_wgmma
+        rows = 32 if is_plain and is_roomy else 16
+        wish = Tile(rows, 64 if has_dropout and not is_roomy else 128, 8, 2)
     else:
         wish = Tile(32, 64, 8, 1)
     held = 2 * wish.keys * width * element_bytes
@@ -117,12 +126,20 @@ def query_gradient_tile(width: int, element_bytes: int, is_plain: bool, chip: Ch
     return _fit(wish, held, 2 * wish.keys * width * element_bytes, chip)
 
 
+def bias_gradient_tile(width: int, element_bytes: int, chip: Chip) -> Tile:
+    """Tile of the dbias kernel: it stays, and all that it was broadcast to is walked over."""
+    if element_bytes == 2 and 64 < width <= 128 and not chip.has_wgmma:
+        return Tile(32, 64, 8, 2)  # q, k, dO and v all go through registers
+    return query_gradient_tile(width, element_bytes, False, chip)
+
+
 def delta_tile(width: int, element_bytes: int, is_plain: bool, chip: Chip) -> Tile:
     """Tile of the delta kernel of 16-bit types: rows stay, keys are walked over, no sum is wide."""
     if width <= 128:
-        # Scores and their gradients of 128 x 128 are 128 registers, which wgmma leaves room for;
-        # without it operands go through registers, and of width 128 64 of the rows have to do.
-        is_large = chip.has_wgmma and is_plain
+        # Scores and their gradients of 128 x 128 are 128 registers. Wgmma leaves room for them and
+        # the addresses of 64 columns; without it operands go through registers, too, and of 128
+        # columns 64 rows have to do.
+        is_large = chip.has_wgmma and is_plain and width <= 64
         rows = 128 if width <= 64 or chip.has_wgmma else 64
         wish = Tile(rows, 128 if is_large else 64 if is_plain else 32, 8, 2)
     else:

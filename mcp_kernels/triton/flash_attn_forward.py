@@ -196,7 +196,11 @@ def _flash_attn_fwd_kernel(
 def forward_launch(problem: Problem, out: Tensor, lse: Tensor) -> Launch:
     """How ``out`` (as q, with E columns) and ``lse`` (float32) are filled."""
     wish = config.forward_tile(
-        problem.width, problem.q.element_size(), problem.is_plain, problem.chip
+        problem.width,
+        problem.q.element_size(),
+        problem.is_plain,
+        problem.slopes is not None,
+        problem.chip,
     )
     tile = config.shrink(wish, problem.rows, problem.keys)
     num_tiles, tiles = triton.cdiv(problem.rows, tile.rows), None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -152,7 +152,7 @@ def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
 
 
 def rows(
-    head_dims: tuple[int, ...], variants: tuple[str, ...], arches: tuple[int, ...]
+    head_dims: Iterable[int], variants: Iterable[str], arches: Iterable[int]
 ) -> Iterator[tuple[str, Launch, Resources]]:
     """(label, launch, what it takes) of each kernel."""
     for arch in arches:
