@@ -24,6 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from naive_attention import naive_attention
 from torch import Tensor
 
 from mcp_kernels import flash_attn_with_kvcache, reference_only, which_backend
@@ -75,7 +76,7 @@ class Call:
         self.dtype, self.sizes, self.form = dtype, sizes, form
         batch, new, capacity = sizes["batch"], sizes["new"], sizes["capacity"]
         spare = capacity - new
-        self.lengths = self.integers(0, spare + 1, batch)
+        self.lengths = self.integers(0 if "long" not in form else spare - 9, spare + 1, batch)
         self.starts = torch.zeros_like(self.lengths)
         if "leftpad" in form and "pages" not in form:
             self.starts = (torch.rand(batch, generator=self.generator) * (self.lengths + 1)).long()
@@ -270,7 +271,7 @@ SIZES = {"batch": 2, "rows": 1, "new": 1, "capacity": 1400, "page": 16, "kv_head
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", [{"heads first"}, {"pages", "rotary"}], ids=str)
+@pytest.mark.parametrize("form", [{"heads first", "long"}, {"pages", "rotary", "long"}], ids=str)
 def test_long_caches(isa: str, dtype: torch.dtype, form: set[str]) -> None:
     """More than one split of the keys, of every instruction set."""
     with running_on(isa):
@@ -311,6 +312,48 @@ def test_an_entry_alone_is_the_entry_in_a_batch() -> None:
             cache_seqlens=call.lengths[b : b + 1],
         )
         assert_same_bits(alone, out[b : b + 1], f"entry {b}")
+
+
+@pytest.mark.parametrize("rows", [3, 70], ids=["streamed", "packed"])
+def test_nan_in_a_hidden_key_stays_hidden(rows: int) -> None:
+    """The newest key is seen by the last row alone, the one before by the last two."""
+    call = Call(6, torch.float32, SIZES | {"rows": rows, "capacity": 200, "new": 0}, {"pages"})
+    assert call.table is not None
+    call.lengths[:] = 200
+    generator = torch.Generator().manual_seed(0)
+    for name in "kv":
+        cache = torch.randn(call.caches[name].shape, generator=generator)
+        for b, table in enumerate(torch.arange(2 * 13).view(2, 13)):
+            call.table[b] = table
+            cache[call.places(b, range(199, 200))] = math.nan
+        call.caches[name] = cache
+    out, lse = call.run(call.caches, causal=True)
+    assert out[:, -1].isnan().all()
+    assert lse[..., -1].isnan().all()
+    assert out[:, :-1].isfinite().all()
+    assert lse[..., :-1].isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [1, 20], ids=["streamed", "packed"])
+def test_pages_may_begin_behind_padding(rows: int) -> None:
+    """The op takes left padding with a table, as its reference does."""
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(2, rows, 4, 16, generator=generator)
+    k_cache, v_cache = (torch.randn(20, 7, 2, 16, generator=generator) for _ in "kv")
+    table = torch.randperm(20, generator=generator).view(2, 10)
+    table[1, 0] = -3  # all of it is padding
+    args = (q, k_cache, v_cache, *(None,) * 4, torch.tensor([50, 64]), None, torch.tensor([3, 9]),
+            table, None, None, True, 0.25, -1, 0, False, 0.0)  # fmt: skip
+    out, lse = torch.ops.mcp_kernels.flash_attn_kvcache(*args)
+    for b, (start, stop) in enumerate(((3, 50), (9, 64))):
+        at = torch.arange(start, stop)
+        keys, values = (c[table[b, at // 7], at % 7][None] for c in (k_cache, v_cache))
+        exact, exact_lse = naive_attention(
+            q[b : b + 1], keys, values, softmax_scale=0.25, causal=True
+        )
+        # Scores of 16 products of normal numbers stay below 10 and so within 1e-5 of exact.
+        torch.testing.assert_close(out[b : b + 1].double(), exact, rtol=0, atol=3e-5)
+        torch.testing.assert_close(lse[b : b + 1].double(), exact_lse, rtol=0, atol=3e-5)
 
 
 def test_which_backend_names_the_instruction_set() -> None:
