@@ -13,11 +13,7 @@ P |v| is the reference's own result for |v|. Below the least normal number round
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -25,45 +21,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_attention import naive_attention
+from test_flash_attn_cpu import _C, DTYPES, ISAS, running_on, threads
 from torch import Tensor
 
 from mcp_kernels import flash_attn_with_kvcache, reference_only, which_backend
 from mcp_kernels.ops.rotary import rotate
 from mcp_kernels.testing import assert_same_bits
 
-_C: Any = None
-ISAS: list[str] = []
-if importlib.util.find_spec("mcp_kernels._C") is not None:
-    _C = importlib.import_module("mcp_kernels._C")
-    ISAS = list(_C.cpu_isas())
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # Around registers, groups of 16 keys, tiles of 128 keys and splits of 1024.
 DIMS = [0, 1, 7, 16, 40, 64, 80, 96, 111, 128]
 CAPACITIES = [1, 15, 16, 40, 129, 300, 1030]
 ROWS = [1, 1, 2, 3, 5, 17, 70]
 
 pytestmark = pytest.mark.skipif(not ISAS, reason="a pure-Python install has no compiled body")
-
-
-@contextmanager
-def running_on(isa: str) -> Iterator[None]:
-    before = _C.cpu_isa()
-    _C.set_cpu_isa(isa)
-    try:
-        yield
-    finally:
-        _C.set_cpu_isa(before)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Call:

@@ -13,6 +13,8 @@ def under_autocast(*tensors: Tensor | None) -> Any:
 
     As in torch, float64 and what is not floating stay as they are. The casts are differentiable.
     """
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     first = tensors[0]
     if first is None or not torch.is_autocast_enabled(first.device.type):
         return tensors

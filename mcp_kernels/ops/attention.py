@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcp_kernels._op import define_op
+from mcp_kernels._op import call, define_op
 from mcp_kernels.ops.attention_composite import attention_composite, second_gradients
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
@@ -105,8 +105,21 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dout is None:
         dout = torch.zeros_like(out)
     needs = ctx.needs_input_grad
-    grads = torch.ops.mcp_kernels.flash_attn_bwd(
-        dout, dlse, q, k, v, out, lse, bias, slopes, sink, rng, needs[3], *ctx.options
+    grads = call(
+        torch.ops.mcp_kernels.flash_attn_bwd.default,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        bias,
+        slopes,
+        sink,
+        rng,
+        needs[3],
+        *ctx.options,
     )
     dq, dk, dv, dbias, dsink = (
         grad if need else None for grad, need in zip(grads, (*needs[:4], needs[5]), strict=True)

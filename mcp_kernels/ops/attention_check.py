@@ -30,6 +30,8 @@ def check_qkv(
         ValueError: a rank, a size or a device does not fit.
         TypeError: a dtype is not floating or differs.
     """
+    if _agree(q, k, v, rank, same_batch):
+        return
     tensors = {"q": q, "k": k, "v": v}
     form = "[B, S, H, D]" if rank == 4 else "[total, H, D]"
     for name, tensor in tensors.items():
@@ -66,6 +68,27 @@ def check_qkv(
             f"{op}: query heads must be a multiple of KV heads, got {heads} query heads "
             f"and {kv_heads} KV heads"
         )
+
+
+def _agree(q: Tensor, k: Tensor, v: Tensor, rank: int, same_batch: bool) -> bool:
+    """Whether ``check_qkv`` has nothing to say: each property is asked for once."""
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+    dtype, device = q.dtype, q.device
+    if not len(q_shape) == len(k_shape) == len(v_shape) == rank:
+        return False
+    if dtype not in DTYPES or k.dtype != dtype or v.dtype != dtype:
+        return False
+    if k.device != device or v.device != device:
+        return False
+    # Item by item: a slice of a shape is an object that costs more than the rest.
+    if k_shape[0] != v_shape[0] or k_shape[1] != v_shape[1] or k_shape[-2] != v_shape[-2]:
+        return False
+    if q_shape[-1] != k_shape[-1]:
+        return False
+    if rank == 4 and same_batch and q_shape[0] != k_shape[0]:
+        return False
+    kv_heads = k_shape[-2]
+    return bool(kv_heads) and q_shape[-2] % kv_heads == 0
 
 
 def make_options(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mcp_kernels.ops.attention as _core
+from mcp_kernels._op import call
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops.attention_check import (
     CausalAlign,
@@ -98,7 +99,8 @@ def flash_attn_func(  # noqa: PLR0913
     slopes = check_alibi(op, alibi_slopes, batch, heads)
     sink = check_sink(op, sink, heads)
     rng = make_rng(dropout_p, q.device)
-    out, lse = torch.ops.mcp_kernels.flash_attn(q, k, v, bias, slopes, sink, rng, *options)
+    op_call = torch.ops.mcp_kernels.flash_attn.default
+    out, lse = call(op_call, q, k, v, bias, slopes, sink, rng, *options)
     if return_attn_probs:
         inputs = _core.make_inputs((q, k, v), bias, slopes, sink, rng, options)
         with torch.no_grad():

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcp_kernels._op import define_op
+from mcp_kernels._op import call, define_op
 from mcp_kernels.ops.attention import lse_dtype, make_inputs
 from mcp_kernels.ops.attention_composite import attention_composite, second_gradients
 from mcp_kernels.ops.attention_mask import AttentionOptions
@@ -85,8 +85,17 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     q, k, v, out, lse, *rest = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    grads = torch.ops.mcp_kernels.flash_attn_varlen_bwd(
-        dout, dlse, q, k, v, out, lse, *rest, *ctx.options
+    grads = call(
+        torch.ops.mcp_kernels.flash_attn_varlen_bwd.default,
+        dout,
+        dlse,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *rest,
+        *ctx.options,
     )
     needs = ctx.needs_input_grad
     dq, dk, dv, dsink = (
