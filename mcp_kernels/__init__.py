@@ -36,6 +36,7 @@ from mcp_kernels.ops.onebit_all_reduce import onebit_all_reduce, onebit_buffers
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
 from mcp_kernels.ops.onebit_compress_momentum import onebit_compress_momentum
 from mcp_kernels.ops.onebit_reduce import onebit_reduce
+from mcp_kernels.symmetric import register as register_symmetric
 from mcp_kernels.triton import register as register_triton
 
 __all__ = [
@@ -81,4 +82,5 @@ __all__ = [
 ]
 
 load_extension()
+register_symmetric()
 register_triton()

@@ -19,6 +19,7 @@ from triton_peers import make_peers, new_buffers, planted
 
 from mcp_kernels.symmetric.layout import Layout
 from mcp_kernels.triton import all_gather_matmul_kernel, all_gather_matmul_launch
+from mcp_kernels.triton.all_gather_matmul import gather
 from mcp_kernels.triton.all_gather_matmul_launch import launches
 from mcp_kernels.triton.matmul_reduce_launch import Product
 from mcp_kernels.triton.symmetric_launch import Tile
@@ -51,7 +52,7 @@ def share(
         y = torch.zeros(size, local.weight.shape[0], dtype=dtype)
         gathered = torch.zeros(size, case.in_features, dtype=dtype)
         product = Product(local.x, local.weight, local.bias)
-        for launch in launches(product, y, gathered, peers, TILE):
+        for launch in launches(product, y, gathered, peers, tile=TILE):
             if program < launch.args["num_programs"]:
                 replace(launch, num_programs=1, args={**launch.args, "first_program": program}).run(
                     y.device
@@ -119,7 +120,7 @@ def with_bug(rank: int, world: int, folder: str, bug: str | None) -> None:
     if rank == 1:
         time.sleep(0.3)  # who does not wait for it is early
     try:
-        for launch in launches(Product(local.x, local.weight, None), y, None, peers, TILE):
+        for launch in launches(Product(local.x, local.weight, None), y, None, peers, tile=TILE):
             launch.run(y.device)
         torch.distributed.barrier()  # nobody's memory goes while others read it
         bound = rounding_bound(full, torch.float32, partials=1)
@@ -137,3 +138,30 @@ def test_a_planted_bug_is_seen(ranks: RankPool, tmp_path: Path, bug: str | None)
         return
     with pytest.raises(RankError, match="wrong result"):
         ranks.run(with_bug, folder, bug, ranks=2)
+
+
+def every_dim(rank: int, world: int, folder: str) -> None:
+    """The op's body with its own tiles: any row dimension, several weights, x kept or not."""
+    peers, _kept = make_peers(folder, rank, Layout(world, NUM_ROWS, 64 << 10), num_programs=1)
+    for case in (Case((5, 2), 9, 7, True, is_strided=True), Case((2, 4), 8, 4, False)):
+        for dim in range(2):
+            full = make(case, torch.float32, world, split="out", dim=dim)
+            local = full.local(rank)
+            weights = [local.weight, 2 * local.weight]
+            biases = [] if local.bias is None else [local.bias, 2 * local.bias]
+            bound = rounding_bound(full, torch.float32, partials=1)
+            exact, most = (full.cut(t, rank, 2) for t in (full.exact, bound))
+            for count in (1, 2):
+                args = (local.x, weights[:count], biases[:count], peers, dim, case.lead[dim])
+                ys, gathered = gather(*args, save_gathered=count == 1)
+                for index, y in enumerate(ys):
+                    error = (y.double() / (index + 1) - exact).abs()
+                    assert (error <= most).all(), (case, dim, count)
+                    assert y.is_contiguous()
+                assert torch.equal(gathered, full.x)
+    assert int(peers.error) == 0
+
+
+def test_the_body_gathers_any_row_dimension(ranks: RankPool, tmp_path: Path) -> None:
+    folder = new_buffers(tmp_path / "buffers", Layout(2, NUM_ROWS, 64 << 10))
+    ranks.run(every_dim, folder, ranks=2)

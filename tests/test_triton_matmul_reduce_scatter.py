@@ -16,6 +16,7 @@ from triton_peers import make_peers, new_buffers
 from mcp_kernels.ops import _comm
 from mcp_kernels.symmetric.layout import Layout
 from mcp_kernels.triton.matmul_reduce_launch import Product, matmul_reduce_scatter
+from mcp_kernels.triton.matmul_reduce_scatter import scatter
 from mcp_kernels.triton.symmetric_launch import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
@@ -59,3 +60,24 @@ def all_cases(rank: int, world: int, folder: str, dtype: torch.dtype) -> None:
 def test_forward(ranks: RankPool, tmp_path: Path, world: int, dtype: torch.dtype) -> None:
     folder = new_buffers(tmp_path / "buffers", Layout(world, NUM_ROWS, SLOT_BYTES))
     ranks.run(all_cases, folder, dtype, ranks=world)
+
+
+def every_dim(rank: int, world: int, folder: str) -> None:
+    """The op's body with its own tiles: any scatter_dim, parts that differ, the bias once."""
+    peers, _kept = make_peers(folder, rank, Layout(world, NUM_ROWS, 64 << 10))
+    for case in (Case((5, 2), 9, 7, True, is_strided=True), Case((2, 3), 8, 4, False)):
+        full = make(case, torch.float32, world, split="in")
+        bound = rounding_bound(full, torch.float32, partials=world)
+        for dim in range(3):
+            local = full.local(rank)
+            y = scatter(local.x, local.weight, local.bias, peers, dim)
+            exact, most = (full.cut(t, rank, dim) for t in (full.exact, bound))
+            assert y.shape == exact.shape
+            assert y.is_contiguous()
+            assert ((y.double() - exact).abs() <= most).all(), (case, dim)
+    assert int(peers.error) == 0
+
+
+def test_the_body_scatters_any_dimension(ranks: RankPool, tmp_path: Path) -> None:
+    folder = new_buffers(tmp_path / "buffers", Layout(2, NUM_ROWS, 64 << 10))
+    ranks.run(every_dim, folder, ranks=2)

@@ -12,26 +12,37 @@ from collections.abc import Callable
 import torch
 
 from mcp_kernels._op import has_body, override
+from mcp_kernels.symmetric.refuses import (
+    refuses_all_gather_matmul,
+    refuses_matmul_all_reduce,
+    refuses_matmul_reduce_scatter,
+)
 from mcp_kernels.triton.flash_attn_refuses import refuses, refuses_backward
 
 # op -> "module:function" of its body. A new Triton body is one line here.
 BODIES = {
+    "all_gather_matmul": "mcp_kernels.triton.all_gather_matmul:all_gather_matmul",
     "flash_attn": "mcp_kernels.triton.flash_attn:flash_attn",
     "flash_attn_bwd": "mcp_kernels.triton.flash_attn:flash_attn_bwd",
     "flash_attn_kvcache": "mcp_kernels.triton.flash_attn:flash_attn_kvcache",
     "flash_attn_varlen": "mcp_kernels.triton.flash_attn:flash_attn_varlen",
     "flash_attn_varlen_bwd": "mcp_kernels.triton.flash_attn:flash_attn_varlen_bwd",
+    "matmul_all_reduce": "mcp_kernels.triton.matmul_all_reduce:matmul_all_reduce",
+    "matmul_reduce_scatter": "mcp_kernels.triton.matmul_reduce_scatter:matmul_reduce_scatter",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
     "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
 }
 
 # What a body leaves to the reference; one that is not here takes every call.
 REFUSALS: dict[str, Callable[..., str | None]] = {
+    "all_gather_matmul": refuses_all_gather_matmul,
     "flash_attn": refuses,
     "flash_attn_bwd": refuses_backward,
     "flash_attn_kvcache": refuses,
     "flash_attn_varlen": refuses,
     "flash_attn_varlen_bwd": refuses_backward,
+    "matmul_all_reduce": refuses_matmul_all_reduce,
+    "matmul_reduce_scatter": refuses_matmul_reduce_scatter,
 }
 
 

@@ -28,16 +28,18 @@ def all_gather_matmul(
     gathered: Tensor | None,
     peers: Peers,
     *,
+    part_rows: int | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Write the gathered rows times the weight into ``y``, and the gathered rows into ``gathered``.
 
     Args:
         product: this rank's rows of x, weight and bias; here every rank adds its own bias.
-        y: ``[size, N]`` contiguous. Rank r's rows are ``ceil(size / W)`` from the r-th multiple of
-            it on, as far as there are some.
+        y: ``[size, N]`` contiguous. Rank r's rows are ``part_rows`` from the r-th multiple of it
+            on, as far as there are some.
         gathered: ``[size, K]`` contiguous, or None where nobody needs it.
         peers: the channel.
+        part_rows: rows of a rank; ``ceil(size / W)`` by default.
         tile: block sizes; by default those for a rank's rows.
 
     Raises:
@@ -46,18 +48,23 @@ def all_gather_matmul(
     Cost: one kernel for each ``slot_bytes`` of the gathered rows; each rank writes (W-1) times its
     rows to peers.
     """
-    for launch in launches(product, y, gathered, peers, tile):
+    for launch in launches(product, y, gathered, peers, part_rows, tile):
         launch.run(y.device)
 
 
 def launches(
-    product: Product, y: Tensor, gathered: Tensor | None, peers: Peers, tile: Tile | None = None
+    product: Product,
+    y: Tensor,
+    gathered: Tensor | None,
+    peers: Peers,
+    part_rows: int | None = None,
+    tile: Tile | None = None,
 ) -> Iterator[Launch]:
     """The kernels of one call, in order."""
     x, weight = product.x, product.weight
     bias = None if product.bias is None else product.bias.contiguous()
     size, features = y.shape
-    part_rows = -(-size // peers.world)
+    part_rows = -(-size // peers.world) if part_rows is None else part_rows
     tile = tile or choose_tile(part_rows, y.dtype)
     push = max(1, tile.block_m // PIECES_PER_TILE)
     for start, window in windows(part_rows, _most_rows(x, peers, push)):

@@ -55,7 +55,7 @@ SCATTER = tl.constexpr(2)
 
 @triton.jit
 def _tile_rows(owner, local, tile, parts, FORM: tl.constexpr, BLOCK_M: tl.constexpr):
-    """(tile row, tile column, first row of x, rows left) of an owner's tile.
+    """(tile column, first row of x, rows left) of an owner's tile.
 
     ``parts``: (rows, part size, window start, window rows, tiles down, tiles across, group).
     """
@@ -69,7 +69,7 @@ def _tile_rows(owner, local, tile, parts, FORM: tl.constexpr, BLOCK_M: tl.conste
         m, n = grouped(tile, num_m, num_n, group)
         first = m * BLOCK_M
         end = rows
-    return m, n, first, tl.maximum(end - first, 0)
+    return n, first, tl.maximum(end - first, 0)
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _matmul_reduce_kernel(
             owner = 0 if FORM == ONE_SHOT else peer_at(rank, turn, WORLD)
             tile = tile_of(owner, local, per_owner)
             if (local < per_owner) & (tile < tiles):
-                m, n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
+                n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
                 acc = _product(
                     x, weight, bias, first, left, n, N, K, strides,
                     HAS_BIAS, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K,
@@ -225,7 +225,7 @@ def _matmul_reduce_kernel(
             if alive != 0:
                 at = flag_row(epoch, 1 + local, num_rows, WORLD)
                 alive = wait_all(own, error, at, epoch, WORLD, LANES, TIMEOUT_NS)
-            _m, n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
+            n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
             if MULTICAST:
                 tile_bytes: tl.constexpr = BLOCK_M * BLOCK_N * TYPE.primitive_bitwidth // 8
                 at = multicast + slot_at + tile.to(tl.int64) * tile_bytes
@@ -253,7 +253,7 @@ def _matmul_reduce_kernel(
                     if alive != 0:
                         at = flag_row(epoch, reduced_row + local, num_rows, WORLD)
                         alive = wait_one(own, error, at, owner, epoch, TIMEOUT_NS)
-                    _m, n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
+                    n, first, left = _tile_rows(owner, local, tile, parts, FORM, BLOCK_M)
                     # The switch has put the sum into every slot.
                     held = _slot(buffers, rank if MULTICAST else owner, slot_at, TYPE)
                     total = get_tile(held, tile, BLOCK_M, BLOCK_N)

@@ -136,16 +136,21 @@ def matmul_all_reduce(
 
 
 def matmul_reduce_scatter(
-    product: Product, y: Tensor, peers: Peers, *, tile: Tile | None = None
+    product: Product,
+    y: Tensor,
+    peers: Peers,
+    *,
+    part_rows: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Write this rank's rows of the ranks' summed product into ``y``, contiguous.
 
-    Rows are cut as ``torch.chunk`` cuts them: ``ceil(M / W)`` each, the last ones fewer or none.
+    Each rank gets ``part_rows`` rows, the last ones fewer or none; ``ceil(M / W)`` by default.
 
     Cost: one kernel for each ``slot_bytes`` of the product; reads (W-1)/W M N elements from peers.
     """
     rows, features = product.x.shape[0], product.weight.shape[0]
-    part_rows = -(-rows // peers.world)
+    part_rows = -(-rows // peers.world) if part_rows is None else part_rows
     tile = tile or choose_tile(part_rows, y.dtype)
     for piece in pieces(part_rows, features, peers, peers.world, tile, y.element_size()):
         (first, count), (column, width) = piece.rows, piece.columns

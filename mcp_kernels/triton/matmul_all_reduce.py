@@ -1,0 +1,39 @@
+"""The body of ``matmul_all_reduce`` on GPUs that reach each other.
+
+Small and middle products go through the fused kernel. Tall ones, where cuBLAS is ahead of a Triton
+matmul by more than the overlap is worth, go in chunks of rows: cuBLAS on the caller's stream, the
+CUDA all-reduce of the chunk before on a second one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mcp_kernels.ops._linear import linear
+from mcp_kernels.symmetric.channel import channel
+from mcp_kernels.symmetric.peers import Peers
+from mcp_kernels.symmetric.streams import has_streams, matmul_all_reduce_on_streams
+from mcp_kernels.triton.matmul_reduce_launch import Product
+from mcp_kernels.triton.matmul_reduce_launch import matmul_all_reduce as launch
+
+
+def matmul_all_reduce(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    """The body of ``matmul_all_reduce`` on the CUDA key; arguments as there, checked before."""
+    if not group:
+        return linear(x, weight, bias)
+    lead = x.shape[:-1]
+    y = x.new_empty(lead.numel(), weight.shape[0])
+    if y.numel():
+        product = Product(x.reshape(lead.numel(), x.shape[-1]), weight, bias)
+        if has_streams(y, group):
+            matmul_all_reduce_on_streams(product.x, weight, bias, y, group)
+        else:
+            with channel("matmul_all_reduce", group, x.device) as peers:
+                fused(product, y, peers)
+    return torch.ops.aten._unsafe_view(y, [*lead, weight.shape[0]])
+
+
+def fused(product: Product, y: Tensor, peers: Peers) -> None:
+    """The fused kernel, on its own channel."""
+    launch(product, y, peers)
