@@ -19,12 +19,13 @@ from mcp_kernels import (
     which_backend,
 )
 from mcp_kernels.ops import _comm, _fused
+from mcp_kernels.ops._linear import linear
 
 pytestmark = needs_shm
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def _equal_bits(rank: int, world: int, is_one_block: bool) -> None:
+def _equal_bits(rank: int, world: int) -> None:
     for dtype in DTYPES:
         full = make(Case((3, 11), 40, 37, has_bias=True), dtype, world, split="in")
         local = full.local(rank)
@@ -32,17 +33,15 @@ def _equal_bits(rank: int, world: int, is_one_block: bool) -> None:
         everyone = [torch.empty_like(y) for _ in range(world)]
         dist.all_gather(everyone, y)
         assert all(torch.equal(other, y) for other in everyone)
-        if not is_one_block:  # a matmul in blocks may round otherwise than a whole one
-            continue
-        # In rank order, widened, the bias last, rounded once: what one process would add up.
+        # In rank order, widened, rounded once: what one process would add up; a bias of rank 0.
         parts = [torch.empty_like(y) for _ in range(world)]
-        dist.all_gather(parts, (local.x.view(33, -1) @ local.weight.t()).view_as(y))
+        mine = linear(local.x, local.weight, local.bias if rank == 0 else None)
+        dist.all_gather(parts, mine)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         total = parts[0].to(wide)
         for part in parts[1:]:
             total = total + part.to(wide)
-        assert local.bias is not None
-        assert torch.equal(y, (total + local.bias.to(wide)).to(dtype))
+        assert torch.equal(y, total.to(dtype))
 
 
 @pytest.mark.parametrize("carrier", ["shm", "small_shm"])
@@ -50,7 +49,7 @@ def _equal_bits(rank: int, world: int, is_one_block: bool) -> None:
 def test_every_rank_has_the_bits_of_a_sum_in_rank_order(
     ranks: RankPool, carrier: str, world: int
 ) -> None:
-    ranks.run(carried, carrier, _equal_bits, carrier == "shm", ranks=world)
+    ranks.run(carried, carrier, _equal_bits, ranks=world)
 
 
 def _replicated_input(rank: int, world: int) -> None:
@@ -119,26 +118,26 @@ def test_which_backend(ranks: RankPool) -> None:
 
 def _no_room(rank: int, world: int) -> None:
     """One rank cannot reserve its segment: all take the reference, and the reason is told."""
-    from mcp_kernels import _shm
     from mcp_kernels.shm import workspace
 
     def refuse(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    original = _shm.Workspace
+    shm: Any = workspace._shm
+    original = shm.Workspace
     try:
         if rank == 1:
-            workspace._shm.Workspace = refuse
-        full = make(Case((2, 3), 8, 5, True), torch.float64, world, split="in")
+            shm.Workspace = refuse
+        full = make(Case((3, 3), 8, 5, True), torch.float64, world, split="in")
         local = full.local(rank)
-        y = matmul_all_reduce(local.x, local.weight, local.bias)
+        y = matmul_reduce_scatter(local.x, local.weight, local.bias)
     finally:
-        workspace._shm.Workspace = original
-    bound = rounding_bound(full, torch.float64, partials=world)
-    assert ((y - full.exact).abs() <= bound).all()
-    again = matmul_all_reduce(local.x, local.weight, local.bias)  # decided once
+        shm.Workspace = original
+    bound = full.cut(rounding_bound(full, torch.float64, partials=world), rank, 0)
+    assert ((y - full.cut(full.exact, rank, 0)).abs() <= bound).all()
+    again = matmul_reduce_scatter(local.x, local.weight, local.bias)  # decided once
     assert torch.equal(y, again)
-    choice = which_backend(matmul_all_reduce, local.x, local.weight, local.bias)
+    choice = which_backend(matmul_reduce_scatter, local.x, local.weight, local.bias)
     assert choice.chosen == "reference"
     assert "rank 1: no room for slots" in choice.refused["shm"]
 
@@ -149,21 +148,23 @@ def test_a_rank_without_room_decides_for_all(ranks: RankPool) -> None:
 
 def _other_shapes(rank: int, world: int) -> None:
     weight = torch.zeros(4, 3)
-    matmul_all_reduce(torch.zeros(2, 3), weight)
+    matmul_reduce_scatter(torch.zeros(2, 3), weight)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"matmul_all_reduce \(float32 \[[23], 4\]\) on rank"):
-        matmul_all_reduce(torch.zeros(2 + rank, 3), weight)
+    with pytest.raises(
+        RuntimeError, match=r"matmul_reduce_scatter \(float32 \[[23], 4\]\) on rank"
+    ):
+        matmul_reduce_scatter(torch.zeros(2 + rank, 3), weight)
     assert time.monotonic() - started < 4.0  # two seconds are promised to ranks with a core each
 
 
 def _other_calls(rank: int, world: int) -> None:
     x, weight = torch.zeros(2, 3), torch.zeros(4, 3)
-    matmul_all_reduce(x, weight)
+    matmul_reduce_scatter(x, weight)
 
     def call() -> object:
         if rank == 0:
             return dist.all_reduce(torch.zeros(8))
-        return matmul_all_reduce(x, weight)
+        return matmul_reduce_scatter(x, weight)
 
     with pytest.raises(RuntimeError, match="ranks must make the same calls in the same order"):
         call()
@@ -175,19 +176,19 @@ def test_ranks_that_disagree_all_hear_of_it(ranks: RankPool, body: Any) -> None:
 
 
 def _interrupted(rank: int, world: int) -> None:
-    matmul_all_reduce(torch.zeros(2, 3), torch.zeros(4, 3))
+    matmul_reduce_scatter(torch.zeros(2, 3), torch.zeros(4, 3))
     weight = torch.zeros(4, 3)
     if rank == 0:
         mm = torch.mm
         try:
             torch.mm = _interrupt  # pyright: ignore[reportAttributeAccessIssue]
             with pytest.raises(KeyboardInterrupt):
-                matmul_all_reduce(torch.zeros(2, 3), weight)
+                matmul_reduce_scatter(torch.zeros(2, 3), weight)
         finally:
             torch.mm = mm
     else:
-        with pytest.raises(RuntimeError, match="matmul_all_reduce was interrupted on rank 0"):
-            matmul_all_reduce(torch.zeros(2, 3), weight)
+        with pytest.raises(RuntimeError, match="matmul_reduce_scatter was interrupted on rank 0"):
+            matmul_reduce_scatter(torch.zeros(2, 3), weight)
 
 
 def _interrupt(*args: object, **kwargs: object) -> None:

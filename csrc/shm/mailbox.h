@@ -31,7 +31,7 @@ constexpr int kAnyRank = -1;
 // One posted send or receive. The memory at `data` is the caller's until `done`.
 struct Transfer {
   bool is_send;
-  int peer;  // kAnyRank until a message matched
+  std::atomic<int> peer;  // kAnyRank until a message matched, by whichever thread moves it
   uint64_t tag;
   char* data;
   size_t bytes;

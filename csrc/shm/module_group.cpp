@@ -122,8 +122,8 @@ void add_transfer(py::module_& m) {
           py::arg("timeout_s") = 0.0, Released(), "Until it is done; 0 is the group's timeout.")
       .def_property_readonly(
           "done", [](const PendingTransfer& self) -> bool { return self.transfer->done; })
-      .def_property_readonly("peer",
-                             [](const PendingTransfer& self) { return self.transfer->peer; });
+      .def_property_readonly(
+          "peer", [](const PendingTransfer& self) -> int { return self.transfer->peer; });
 }
 
 }  // namespace

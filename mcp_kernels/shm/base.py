@@ -82,6 +82,8 @@ class ShmGroupBase(dist.ProcessGroup):
         self._comm: LocalComm | HostsComm = self._local
         self._done = DoneWork([])
         self.workspaces = Workspaces(group, rank, size)
+        # The shared memory of all its ranks, where they are several on one host.
+        self.direct: LocalComm | None = self._local if 1 < size == len(members) else None
         if len(self.place.hosts) > 1:
             self._comm = HostsComm(self._local, self.place, store, rank, size, timeout)
 

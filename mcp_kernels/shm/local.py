@@ -8,13 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, num_elements, put_back
+from mcp_kernels._shm import Reduction
+from mcp_kernels.shm.tensors import (
+    TYPES,
+    check_tensor,
+    dense,
+    kind_of_reduction,
+    num_elements,
+    put_back,
+)
 from mcp_kernels.shm.work import TransferWork
 
 if TYPE_CHECKING:
     from mcp_kernels._shm import Group
 
 ANY_RANK = -1
+_SUM = Reduction.sum
 
 
 class LocalComm:
@@ -38,6 +47,11 @@ class LocalComm:
         at = y.data_ptr()
         self.group.all_reduce(at, at, num_elements(y), kind, reduction, average)
         put_back([x], [y])
+
+    def sum_(self, x: Tensor) -> None:
+        """Sum contiguous ``x`` of a real dtype over the ranks, in place."""
+        at = x.data_ptr()
+        self.group.all_reduce(at, at, x.numel(), TYPES[x.dtype], _SUM, False)
 
     def reduce(self, x: Tensor, reduce_op: Any, root: int) -> None:
         """Reduce ``x`` into rank ``root``'s, in place; others keep theirs."""

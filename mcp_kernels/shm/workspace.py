@@ -138,7 +138,7 @@ class Workspaces:
 
     def why_not(self, num_bytes: int) -> str | None:
         """The reason why the group has none for a result of ``num_bytes``; None before it tried."""
-        made = self._made[size_class(num_bytes)]
+        made = self._made[size_class(num_bytes)] if num_bytes else None
         return made if isinstance(made, str) else None
 
     def _make(self, index: int) -> Workspace | str:
