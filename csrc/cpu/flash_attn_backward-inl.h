@@ -181,11 +181,41 @@ void score_tile(const BackwardTile<S>& tile) {
   for (int64_t panel = tile.begin; panel < tile.end; panel += kAttnPanel) {
     const int64_t width = attn_round_up(std::min<int64_t>(kAttnPanel, tile.end - panel), S::kLanes);
     gemm<S>(tile.rows, width, dim, q_rows, ldq, k_panels + panel * dim, kAttnPanel,
-            GemmTo<T>{tile.p + panel, kAttnKeys, Into::kSet, nullptr});
+            GemmTo<T>{tile.p + panel, kAttnKeys, Into::kSet, nullptr, nullptr});
     gemm<S>(tile.rows, width, value_dim, do_rows, ldo, v_panels + panel * value_dim, kAttnPanel,
-            GemmTo<T>{tile.ds + panel, kAttnKeys, Into::kSet, nullptr});
+            GemmTo<T>{tile.ds + panel, kAttnKeys, Into::kSet, nullptr, nullptr});
   }
   for (int r = 0; r < tile.rows; ++r) backward_row(tile, r);
+}
+
+// Of the keys [begin, end) of a tile: those that a row sees, and the rows that see a key.
+struct TileSpans {
+  GemmSpan of_rows[kAttnRows];
+  GemmSpan of_keys[kAttnKeys];
+};
+
+// False where every row sees every key.
+template <class S>
+bool find_spans(const BackwardTile<S>& tile, TileSpans& spans) {
+  constexpr int kDepth = Factors<S>::kDepth;
+  const int64_t count = tile.end - tile.begin;
+  KeyRange seen[kAttnRows];
+  bool all_see_all = true;
+  for (int r = 0; r < tile.rows; ++r) {
+    const RowPlace place = attn_place(tile.args, tile.head.kv_head, tile.first_row + r);
+    seen[r] = in_tile(visible_keys(tile.args, *tile.head.sequence, place.position),
+                      tile.tile_key + tile.begin, count);
+    all_see_all &= seen[r].first == 0 && seen[r].last == count;
+    spans.of_rows[r] = {seen[r].first / kDepth, units_of<S>(seen[r].last)};
+  }
+  if (all_see_all) return false;
+  // Ranges never fall from row to row, so neither do the rows that begin and cease to see a key.
+  for (int64_t key = 0, first = 0, last = 0; key < count; ++key) {
+    while (first < tile.rows && seen[first].last <= key) ++first;
+    while (last < tile.rows && seen[last].first <= key) ++last;
+    spans.of_keys[key] = {first / kDepth, units_of<S>(last)};
+  }
+  return true;
 }
 
 template <class S>
@@ -212,9 +242,13 @@ void backward_tile(const BackwardTile<S>& tile, typename S::Scalar* dk, typename
   const UnitOf<S>* ds_rows =
       F::along_rows(tile.ds, tile.rows, tile.begin, tile.end, other_half) + tile.begin;
   const UnitOf<S>* ds_keys = F::along_keys(tile.ds, tile.rows, tile.end) + tile.begin / F::kDepth;
-  const GemmTo<T> to_dv{dv + tile.begin * ldo, ldo, Into::kAdd, nullptr};
-  const GemmTo<T> to_dk{dk + tile.begin * ldq, ldq, Into::kAdd, nullptr};
-  const GemmTo<T> to_dq{dq + tile.first_row * ldq, ldq, Into::kAdd, nullptr};
+  TileSpans spans;
+  const bool is_partial = find_spans(tile, spans);
+  const GemmSpan* of_keys = is_partial ? spans.of_keys : nullptr;
+  const GemmSpan* of_rows = is_partial ? spans.of_rows : nullptr;
+  const GemmTo<T> to_dv{dv + tile.begin * ldo, ldo, Into::kAdd, nullptr, of_keys};
+  const GemmTo<T> to_dk{dk + tile.begin * ldq, ldq, Into::kAdd, nullptr, of_keys};
+  const GemmTo<T> to_dq{dq + tile.first_row * ldq, ldq, Into::kAdd, nullptr, of_rows};
   if (tile.is_careful) {
     gemm_skipping_zeros<S>(count, value_columns, row_depth, p, 1, kAttnKeys, do_rows, ldo, to_dv);
     gemm_skipping_zeros<S>(count, columns, row_depth, ds_rows, 1, kAttnKeys, q_rows, ldq, to_dk);

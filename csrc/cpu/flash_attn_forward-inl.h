@@ -19,6 +19,7 @@ struct ForwardBlock {
   RowPlace place[kAttnRows];
   KeyRange keys[kAttnRows];
   T row_max[kAttnRows], row_sum[kAttnRows], rescale[kAttnRows];
+  GemmSpan spans[kAttnRows];  // keys of the tile that each row sees, as units of P
 
   // Rows [first, last) with a tile of scores at `tile` and own_scratch scalars at `own`.
   ForwardBlock(const FlashAttnArgs& args_, const AttnHead& head, int64_t first, int64_t last,
@@ -33,8 +34,10 @@ struct ForwardBlock {
         s(tile),
         o(own),
         q(reinterpret_cast<UnitOf<S>*>(own + kAttnRows * ldo)) {
+    const int64_t group = args.heads / args.kv_heads;
     for (int r = 0; r < rows; ++r) {
-      place[r] = attn_place(args, kv_head, first + r);
+      // Divisions only for the first row: short calls have little else to do.
+      place[r] = r == 0 ? attn_place(args, kv_head, first) : next_place(place[r - 1], group);
       keys[r] = visible_keys(args, seq, place[r].position);
       // The lowest number, not -inf: a row that sees no key then has exponentials 0, not NaN.
       row_max[r] = std::numeric_limits<T>::lowest();
@@ -46,12 +49,22 @@ struct ForwardBlock {
   T to_natural() const { return is_plain(args) ? static_cast<T>(args.scale) : T{1}; }
 };
 
-// Lanes [v, v + kLanes) of a row whose visible keys are [first, last): hidden scores become -inf.
-template <class S>
-inline typename S::Vec hide(typename S::Vec x, int64_t v, int64_t first, int64_t last) {
-  if (v >= first && v + S::kLanes <= last) return x;
-  return S::select_range(x, first - v, last - v,
-                         -std::numeric_limits<typename S::Scalar>::infinity());
+// Calls step(v, x) for the registers of a row that hold keys of `seen`; in x hidden scores are
+// -inf.
+template <class S, class Step>
+inline void visit_seen(const typename S::Scalar* row, KeyRange seen, const Step& step) {
+  const auto hide = [&](int64_t v) {
+    return S::select_range(S::load(row + v), seen.first - v, seen.last - v,
+                           -std::numeric_limits<typename S::Scalar>::infinity());
+  };
+  if (seen.first >= seen.last) return;
+  int64_t v = seen.first / S::kLanes * S::kLanes;
+  if (v < seen.first) {
+    step(v, hide(v));
+    v += S::kLanes;
+  }
+  for (; v + S::kLanes <= seen.last; v += S::kLanes) step(v, S::load(row + v));
+  if (v < seen.last) step(v, hide(v));
 }
 
 // The maxima of a tile's rows, and the factors by which earlier sums shrink.
@@ -61,15 +74,13 @@ void find_maxima(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
   const bool plain = is_plain(block.args);
   for (int r = 0; r < block.rows; ++r) {
     T* row = block.s + r * kAttnKeys;
-    const int64_t first = std::max<int64_t>(0, block.keys[r].first - tile_key);
-    const int64_t last = std::min<int64_t>(count, block.keys[r].last - tile_key);
-    if (!plain)
-      score_row<S>(block.args, block.seq, block.place[r], tile_key, first, last, row, nullptr);
-    auto best = S::set1(block.row_max[r]);
-    for (int64_t v = first / S::kLanes * S::kLanes; v < last; v += S::kLanes) {
-      const auto x = hide<S>(S::load(row + v), v, first, last);
-      best = S::max(x, best);
+    const KeyRange seen = in_tile(block.keys[r], tile_key, count);
+    if (!plain) {
+      score_row<S>(block.args, block.seq, block.place[r], tile_key, seen.first, seen.last, row,
+                   nullptr);
     }
+    auto best = S::set1(block.row_max[r]);
+    visit_seen<S>(row, seen, [&](int64_t, auto x) { best = S::max(x, best); });
     const T maximum = S::reduce_max(best);
     block.rescale[r] = block.row_max[r] - maximum;
     block.row_max[r] = maximum;
@@ -88,29 +99,44 @@ void exponentials(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
   const int64_t width = attn_round_up(count, S::kLanes);
   for (int r = 0; r < block.rows; ++r) {
     T* row = block.s + r * kAttnKeys;
-    const int64_t first = std::max<int64_t>(0, block.keys[r].first - tile_key);
-    const int64_t last = std::min<int64_t>(count, block.keys[r].last - tile_key);
-    const auto maximum = S::set1(block.row_max[r]);
+    const KeyRange seen = in_tile(block.keys[r], tile_key, count);
+    // One rounding of the maximum more than in factor * (x - max), which is less than a score is
+    // off by; of a row that has seen none, whose maximum is the lowest number, it would overflow.
+    const bool has_seen = block.row_max[r] != std::numeric_limits<T>::lowest();
+    const auto shift = has_seen ? S::set1(-block.row_max[r]) * factor : typename S::Vec{};
     auto sum = typename S::Vec{};
-    int64_t v = 0;
-    for (; v < std::min(width, first / S::kLanes * S::kLanes); v += S::kLanes) {
-      S::store(row + v, typename S::Vec{});
-    }
-    for (; v < last; v += S::kLanes) {
-      const auto x = hide<S>(S::load(row + v), v, first, last);
-      const auto p = S::exp2((x - maximum) * factor);
+    visit_seen<S>(row, seen, [&](int64_t v, auto x) {
+      const auto p = S::exp2(S::fma(x, factor, shift));
       sum = sum + p;
       S::store(row + v, p);
-    }
-    for (; v < width; v += S::kLanes) S::store(row + v, typename S::Vec{});
+    });
+    const auto clear = [&](int64_t from, int64_t to) {
+      for (int64_t v = from; v < to; v += S::kLanes) S::store(row + v, typename S::Vec{});
+    };
+    const bool is_empty = seen.first >= seen.last;
+    clear(0, is_empty ? width : seen.first / S::kLanes * S::kLanes);
+    clear(is_empty ? width : attn_round_up(seen.last, S::kLanes), width);
     block.row_sum[r] = block.row_sum[r] * block.rescale[r] + S::reduce_add(sum);
-    if (block.args.dropout_p > 0 && first < last) {
+    if (block.args.dropout_p > 0 && !is_empty) {
       T factors[kAttnKeys];
-      dropout_factors(block.args, block.seq, block.place[r], tile_key + first, tile_key + last,
-                      factors);
-      for (int64_t j = first; j < last; ++j) row[j] *= factors[j - first];
+      dropout_factors(block.args, block.seq, block.place[r], tile_key + seen.first,
+                      tile_key + seen.last, factors);
+      for (int64_t j = seen.first; j < seen.last; ++j) row[j] *= factors[j - seen.first];
     }
   }
+}
+
+// What each row sees of a tile; null where every row sees all of it.
+template <class S>
+const GemmSpan* find_spans(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
+  // Ranges never fall from row to row.
+  const int64_t highest_first = block.keys[block.rows - 1].first;
+  if (highest_first <= tile_key && block.keys[0].last >= tile_key + count) return nullptr;
+  for (int r = 0; r < block.rows; ++r) {
+    const KeyRange seen = in_tile(block.keys[r], tile_key, count);
+    block.spans[r] = {seen.first / Factors<S>::kDepth, units_of<S>(seen.last)};
+  }
+  return block.spans;
 }
 
 // One tile: keys [tile_key, tile_key + count), packed at k_panels and v_rows.
@@ -122,7 +148,7 @@ void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
   for (int64_t panel = 0; panel < count; panel += kAttnPanel) {
     gemm<S>(block.rows, attn_round_up(std::min<int64_t>(kAttnPanel, count - panel), S::kLanes), dim,
             block.q, block.ldq, k_panels + panel * dim, kAttnPanel,
-            GemmTo<T>{block.s + panel, kAttnKeys, Into::kSet, nullptr});
+            GemmTo<T>{block.s + panel, kAttnKeys, Into::kSet, nullptr, nullptr});
   }
   find_maxima<S>(block, tile_key, count);
   exponentials<S>(block, tile_key, count);
@@ -130,7 +156,7 @@ void forward_tile(ForwardBlock<S>& block, int64_t tile_key, int64_t count,
   const int64_t depth = units_of<S>(count);
   const int64_t columns = attn_round_up(block.args.value_dim, S::kLanes);
   const GemmTo<T> to{block.o, block.ldo, block.is_first ? Into::kSet : Into::kScaledAdd,
-                     block.rescale};
+                     block.rescale, find_spans<S>(block, tile_key, count)};
   if (is_finite) {
     gemm_scores<S>(block.rows, columns, depth, p, v_rows, block.ldo, to);
   } else {

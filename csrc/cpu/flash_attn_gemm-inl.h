@@ -9,13 +9,37 @@
 // How sums join what is in c.
 enum class Into { kSet, kAdd, kScaledAdd };  // c = ab, c += ab, c = row_scale * c + ab
 
+// Units [first, last) of a row of a; what lies outside is 0. Neither falls from row to row.
+struct GemmSpan {
+  int64_t first, last;
+};
+
 template <class T>
 struct GemmTo {
   T* c;
   int64_t ldc;
   Into into;
   const T* row_scale;
+  const GemmSpan* spans;  // by row; null: the whole depth of every row
 };
+
+// How is known here, not asked for each register: with short depths that would show.
+template <class S, int R, int N, Into kInto>
+inline void put_sums(const typename S::Vec (&sum)[R][N], GemmTo<typename S::Scalar> to) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    typename S::Scalar* c = to.c + r * to.ldc;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) {
+      typename S::Vec result = sum[r][n];
+      if (kInto == Into::kAdd) result = result + S::load(c + n * S::kLanes);
+      if (kInto == Into::kScaledAdd) {
+        result = S::fma(S::set1(to.row_scale[r]), S::load(c + n * S::kLanes), result);
+      }
+      S::store(c + n * S::kLanes, result);
+    }
+  }
+}
 
 // Micro-tile: R rows, N registers of columns. a(r, k) is a[r * a_row + k * kStep].
 template <class S, int R, int N, int kRow, int kStep>
@@ -36,18 +60,13 @@ inline void micro_tile(int64_t depth, const UnitOf<S>* a, int64_t a_row, const U
       for (int n = 0; n < N; ++n) sum[r][n] = F::multiply_add(ak, bk[n], sum[r][n]);
     }
   }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    typename S::Scalar* c = to.c + r * to.ldc;
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) {
-      Vec result = sum[r][n];
-      if (to.into == Into::kAdd) result = result + S::load(c + n * S::kLanes);
-      if (to.into == Into::kScaledAdd) {
-        result = S::fma(S::set1(to.row_scale[r]), S::load(c + n * S::kLanes), result);
-      }
-      S::store(c + n * S::kLanes, result);
-    }
+  switch (to.into) {
+    case Into::kSet:
+      return put_sums<S, R, N, Into::kSet>(sum, to);
+    case Into::kAdd:
+      return put_sums<S, R, N, Into::kAdd>(sum, to);
+    case Into::kScaledAdd:
+      return put_sums<S, R, N, Into::kScaledAdd>(sum, to);
   }
 }
 
@@ -59,6 +78,13 @@ inline void gemm_rows(int64_t r, int64_t rows, int64_t depth, const UnitOf<S>* a
     GemmTo<typename S::Scalar> here = to;
     here.c += r * to.ldc;
     if (to.row_scale != nullptr) here.row_scale += r;
+    if (to.spans != nullptr) {
+      const int64_t first = to.spans[r].first;
+      const int64_t taken = std::max<int64_t>(0, to.spans[r + R - 1].last - first);
+      micro_tile<S, R, N, kRow, kStep>(taken, a + r * (kRow ? kRow : a_row) + first * kStep, a_row,
+                                       b + first * ldb, ldb, here);
+      continue;
+    }
     micro_tile<S, R, N, kRow, kStep>(depth, a + r * (kRow ? kRow : a_row), a_row, b, ldb, here);
   }
   if constexpr (R > 1) {

@@ -18,6 +18,13 @@ inline RowPlace attn_place(const FlashAttnArgs& args, int64_t kv_head, int64_t m
   return {m / group, kv_head * group + m % group};
 }
 
+// The place of row m + 1.
+inline RowPlace next_place(RowPlace place, int64_t group) {
+  const bool is_last = group == 1 || (place.head + 1) % group == 0;
+  return is_last ? RowPlace{place.position + 1, place.head + 1 - group}
+                 : RowPlace{place.position, place.head + 1};
+}
+
 inline int64_t attn_offset(const FlashAttnArgs& args, const AttnSequence& seq) {
   return args.top_left ? 0 : seq.num_keys - seq.num_rows;
 }
@@ -33,6 +40,14 @@ inline KeyRange visible_keys(const FlashAttnArgs& args, const AttnSequence& seq,
   }
   range.first = std::min(range.first, range.last);
   return range;
+}
+
+// The same as places in a tile of `count` keys.
+inline KeyRange in_tile(KeyRange keys, int64_t tile_key, int64_t count) {
+  const auto place = [&](int64_t key) {
+    return std::min(std::max<int64_t>(key - tile_key, 0), count);
+  };
+  return {place(keys.first), place(keys.last)};
 }
 
 // What all rows [first, last) of a KV head see together.
