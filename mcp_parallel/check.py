@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
-from mcp_parallel.rules import batch, data, layout, values
+from mcp_parallel.rules import batch, data, layout, optimizer, values
 from mcp_parallel.rules.problem import Problem
 
 _MAX_RANKS = 1 << 20
@@ -53,6 +53,12 @@ _LAYOUT = (
         ),
     ),
 )
+_OPTIMIZER = (
+    _Family(
+        (optimizer.onebit_problems,),
+        frozenset({"parallel.zero", "train.steps", "train.warmup_steps", "train.freeze_step"}),
+    ),
+)
 _FILES = (
     _Family((data.data_problems,), frozenset({"model.vocab_size", "model.seq_len", "parallel.tp"})),
     _Family((data.resume_problems,), frozenset()),
@@ -89,6 +95,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[Problem
     problems += values.not_yet_problems(config)
     problems += values.relation_problems(config)
     problems += _run(_LAYOUT, config, out_of_range)
+    problems += _run(_OPTIMIZER, config, out_of_range)
     problems += _run(_FILES, config, out_of_range)
     if world_size is not None and not out_of_range & _DEGREES:
         problems += _world_problems(config, world_size)

@@ -97,7 +97,8 @@ class TrainConfig:
     optimizer: Literal["adamw", "onebit_adam"] = "adamw"
     """Update rule."""
     freeze_step: int | None = None
-    """Step at which onebit_adam starts to compress; None with adamw."""
+    """Steps before onebit_adam compresses, above train.steps for never; null watches the variance.
+    null with adamw."""
     precision: Precision = "fp32"
     """Number format of parameters and activations."""
     fp32_embedding_steps: int = 0

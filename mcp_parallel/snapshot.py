@@ -6,26 +6,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from mcp_parallel.checkpoint.io import load, save
+from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.checkpoint.steps import prune
 from mcp_parallel.parallel.mesh import is_main
 from mcp_parallel.step import TrainingStep
 
 
-def chunks_of(step: TrainingStep) -> list[LocalChunk]:
-    """This rank's parameters and Adam moments, each with its place in the whole.
+def model_chunks(step: TrainingStep) -> list[LocalChunk]:
+    """This rank's parameters, each with its place in the whole.
 
     The tensors share memory with the model: loading into them loads the model.
     """
-    chunks = [
+    return [
         LocalChunk(f"model.{shard.name}", shard.local, shard.global_shape, shard.offsets)
         for shard in step.shards
     ]
-    chunks += [
-        LocalChunk(f"optim.{moment}.{shard.name}", values, shard.global_shape, shard.offsets)
-        for moment, shard, values in step.optimizer.moments()
-    ]
-    return chunks
 
 
 def save_step(run_dir: Path, step_number: int, step: TrainingStep) -> Path:
@@ -38,13 +34,14 @@ def save_step(run_dir: Path, step_number: int, step: TrainingStep) -> Path:
     checkpoints = run_dir / "checkpoints"
     path = save(
         checkpoints,
-        chunks_of(step),
+        [*model_chunks(step), *step.optimizer.chunks()],
         step=step_number,
         fingerprint=config.fingerprint(),
         layout=asdict(step.mesh.layout),
         extra={
             "config": config.to_mapping(),
             "sample_position": step_number * config.train.global_batch_size,
+            **step.optimizer.extra(),
         },
         group=step.mesh.world,
     )
@@ -56,7 +53,10 @@ def save_step(run_dir: Path, step_number: int, step: TrainingStep) -> Path:
 def load_step(path: Path, step: TrainingStep) -> int:
     """Fill ``step`` from a checkpoint of any layout; collective. Returns the updates it holds."""
     manifest = load(
-        path, chunks_of(step), fingerprint=step.config.fingerprint(), group=step.mesh.world
+        path,
+        [*model_chunks(step), *step.optimizer.chunks_to_load(Manifest.read(path))],
+        fingerprint=step.config.fingerprint(),
+        group=step.mesh.world,
     )
-    step.optimizer.set_step_count(manifest.step)
+    step.optimizer.loaded(manifest)
     return manifest.step

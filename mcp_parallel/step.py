@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from mcp_parallel.config import Config
 from mcp_parallel.model.region import IGNORED
-from mcp_parallel.optim.adamw import AdamW
-from mcp_parallel.optim.clip import clip_factor, local_square_sum, scale_gradients
+from mcp_parallel.optim.build import build_optimizer, model_mesh_of
+from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.parallel.execute import build_executor
-from mcp_parallel.parallel.gradients import Gradients
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import build_stages
 
@@ -26,11 +25,16 @@ class StepResult:
     loss: float
     """Mean loss over the valid tokens of the global batch, nats a token, before the update."""
     grad_norm: float
-    """Norm of the global gradient before clipping."""
+    """Norm of the global gradient before clipping; after 1-bit Adam's switch, root mean square over
+    dp ranks of what each alone takes for it."""
     num_tokens: int
     """Valid tokens in the global batch."""
     stop_requested: bool
     """Some rank was asked to stop."""
+    wire_bytes: int | None = None
+    """Bytes that rank 0 sent over dp to average, where the optimizer counts them."""
+    uncompressed_bytes: int | None = None
+    """What a bandwidth-optimal float32 all-reduce sends for the same."""
 
     @property
     def is_finite(self) -> bool:
@@ -44,11 +48,13 @@ class TrainingStep:
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self.config = config
         self.mesh = mesh
-        self.stages = build_stages(config, mesh)
+        model_mesh = model_mesh_of(config.train, mesh)
+        self.stages = build_stages(config, model_mesh)
         self.shards = [shard for stage in self.stages for shard in stage.shards]
-        self.gradients = Gradients(self.stages, mesh)
-        self.executor = build_executor(self.stages, config, mesh, self.gradients, self._loss)
-        self.optimizer = AdamW(self.shards, config.train)
+        self.gradients, self.optimizer = build_optimizer(
+            config.train, self.stages, self.shards, model_mesh, zero=mesh.layout.zero
+        )
+        self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)
         self._tokens = _TokenCount(mesh)
         self._region = self.stages[-1].model.region
 
@@ -72,12 +78,15 @@ class TrainingStep:
         self.gradients.zero()
         loss = self.executor.run(inputs, targets)
         self.gradients.finish()
-        result = self._totals(loss, stop)
-        if result.is_finite:
-            factor = clip_factor(result.grad_norm, self.config.train.clip_norm)
-            scale_gradients(self.shards, factor)
-            self.optimizer.step(lr)
-        return result
+        result, switches = self._totals(loss, stop)
+        if not result.is_finite:
+            return result
+        factor = clip_factor(result.grad_norm, self.config.train.clip_norm)
+        self.optimizer.step(lr, factor, switches=switches)
+        sent = self.optimizer.wire_bytes()
+        if sent is None:
+            return result
+        return replace(result, wire_bytes=sent[0], uncompressed_bytes=sent[1])
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """A micro-batch's share of the mean over the global batch's valid tokens.
@@ -87,23 +96,26 @@ class TrainingStep:
         """
         return self._region.cross_entropy(logits, targets) / self._tokens.total()
 
-    def _totals(self, loss: Tensor, stop: bool) -> StepResult:
-        """Squared norm, loss and stop flag summed over all ranks, in one message."""
+    def _totals(self, loss: Tensor, stop: bool) -> tuple[StepResult, bool]:
+        """Squared norm, loss, stop flag and votes of all ranks, in one message.
+
+        The second result says that every rank's optimizer is ready for its next stage.
+        """
         # Each tp rank of a last stage computed the same loss; one of them counts.
         loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
         sums = torch.stack(
             [
-                local_square_sum(self.shards),
+                self.optimizer.square_sum(),
                 loss_here.double().cpu(),
-                torch.tensor(float(stop), dtype=torch.float64),
+                *torch.tensor([stop, not self.optimizer.ready_to_switch()], dtype=torch.float64),
             ]
         )
         if self.mesh.world is not None:
             sums = sums.to(self.mesh.device)
             dist.all_reduce(sums, group=self.mesh.world)
-        square_sum, total_loss, stops = sums.tolist()
+        square_sum, total_loss, stops, not_ready = sums.tolist()
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        return StepResult(total_loss, norm, self._tokens.total(), stops > 0)
+        return StepResult(total_loss, norm, self._tokens.total(), stops > 0), not_ready == 0
 
 
 class _TokenCount:

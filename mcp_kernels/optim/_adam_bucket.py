@@ -110,8 +110,9 @@ class AdamBucket(AdamStage):
         """Momentum and codes of this rank's gradients; starts the all-to-all.
 
         Args:
-            factor: of the gradients: clipping, loss scale, a sum turned into a mean.
+            factor: of the gradients: clipping and loss scale.
         """
+        factor *= self.own_scale
         assert self.bits is not None
         assert self.scales is not None
         assert self.worker_error is not None

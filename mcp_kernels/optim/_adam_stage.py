@@ -26,6 +26,7 @@ class AdamStage:
         eps: added to the root of the second.
         group: ranks that average gradients; None is this rank alone.
         compresses: False stays in stage 1 for ever.
+        is_sum: what ranks have are terms of a sum: each alone is 1 / W of the gradient.
     """
 
     def __init__(
@@ -36,10 +37,14 @@ class AdamStage:
         group: dist.ProcessGroup | None,
         *,
         compresses: bool,
+        is_sum: bool,
     ) -> None:
         self.flat, self.betas, self.eps = flat, betas, eps
         self.group, self.compresses = group, compresses
         self.layout = flat.layout
+        world = 1 if group is None else group.size()
+        self.own_scale = float(world) if is_sum else 1.0
+        """What makes a rank's own gradient an estimate of the whole one."""
         span = flat.span[1] - flat.span[0]
         # The momentum: [S] float32 in stage 1, [P] until the first compressed step, then codes.
         self.exp_avg: Tensor | None = self.new_buffer(span, flat.state_dtype)  # [S]
@@ -68,6 +73,11 @@ class AdamStage:
     def new_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeros on the bucket's device, on huge pages where there are any."""
         return flat_buffer(numel, dtype, self.flat.device)
+
+    def refresh_master(self) -> None:
+        """Take master weights from the parameters, which were loaded."""
+        if self.master is not None:
+            self.flat.fill_span(self.master, self.flat.params)
 
     # --- stage 1 --------------------------------------------------------------------------------
 
@@ -112,6 +122,8 @@ class AdamStage:
         weights = [float(options[group]["norm_weight"]) for group, _ in grads]
         if any(weight != 1.0 for weight in weights):
             squares *= torch.tensor(weights, dtype=torch.float64, device=squares.device)
+        if self.is_frozen:
+            squares *= self.own_scale**2
         ranks_counting = 1 if self.group is None or self.is_frozen else self.group.size()
         return squares.sum() * (ranks_counting if flat.is_sharded else 1)
 
@@ -139,7 +151,7 @@ class AdamStage:
             mine = _comm.scatter_sum(self._grads, group, 0)
         else:
             mine = _comm.sum_over_ranks_(self._grads, group)
-        return mine.div_(group.size())
+        return mine if self.own_scale > 1 else mine.div_(group.size())
 
     def adam_step(
         self, options: Sequence[Mapping[str, Any]], factor: float, present: Sequence[bool]

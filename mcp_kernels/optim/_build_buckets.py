@@ -18,6 +18,7 @@ def build_buckets(
     block_size: int,
     *,
     is_sharded: bool,
+    is_sum: bool,
 ) -> list[AdamBucket]:
     """One bucket for all parameters of equal device, dtype, betas, eps and ``compress``.
 
@@ -47,5 +48,5 @@ def build_buckets(
             rank,
             is_sharded and compresses and world > 1,
         )
-        buckets.append(AdamBucket(flat, betas, eps, group, compresses=compresses))
+        buckets.append(AdamBucket(flat, betas, eps, group, compresses=compresses, is_sum=is_sum))
     return buckets

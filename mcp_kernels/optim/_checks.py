@@ -13,7 +13,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_options(
-    freeze_step: Any, clip_norm: float, variance_floor: float, zero: int, grads: str
+    freeze_step: Any, clip_norm: float, variance_floor: float, zero: int, grads: str, op: str
 ) -> None:
     """Rules of single options.
 
@@ -38,6 +38,8 @@ def check_options(
             "nothing. Use zero=1, or FSDP2 with mcp_kernels.optim.fsdp_hooks, which compresses its "
             "reduce-scatter (int8, int4) or its replicas' all-reduce (onebit)"
         )
+    if op not in ("avg", "sum"):
+        raise ValueError(f"OneBitAdam: op must be avg or sum, got {op!r}")
     if grads not in ("local", "averaged"):
         raise ValueError(f"OneBitAdam: grads must be local or averaged, got {grads!r}")
 

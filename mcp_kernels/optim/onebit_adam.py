@@ -100,6 +100,8 @@ class OneBitAdam(torch.optim.Optimizer):
         zero: 1 keeps variance, master weights and server error on the owner of each chunk; updated
             parameters then travel uncompressed.
         grads: who averages in stage 1, see above.
+        op: "sum" where the ranks' gradients are terms of a sum (the loss is divided by the global
+            count) instead of estimates to be averaged.
 
     Raises:
         TypeError: a parameter has a dtype that is no float.
@@ -127,8 +129,9 @@ class OneBitAdam(torch.optim.Optimizer):
         block_size: int = 1024,
         zero: int = 0,
         grads: Literal["local", "averaged"] = "local",
+        op: Literal["avg", "sum"] = "avg",
     ) -> None:
-        check_options(freeze_step, clip_norm, variance_floor, zero, grads)
+        check_options(freeze_step, clip_norm, variance_floor, zero, grads, op)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -154,9 +157,9 @@ class OneBitAdam(torch.optim.Optimizer):
         """Masked coordinates in this rank's part of the state."""
         self.last_step: StepReport | None = None
         self.block_size, self.zero = block_size, zero
-        self._mask, self._floor = mask, variance_floor
+        self.mask, self._floor = mask, variance_floor
         self.buckets = build_buckets(
-            self.param_groups, self.group, block_size, is_sharded=zero == 1
+            self.param_groups, self.group, block_size, is_sharded=zero == 1, is_sum=op == "sum"
         )
         self._rule = SwitchRule(freeze_step, [b for b in self.buckets if b.compresses])
         self._warned_lr = False
@@ -196,7 +199,7 @@ class OneBitAdam(torch.optim.Optimizer):
         """Update without a norm, a check or a message of its own: for trainers that did all that.
 
         Args:
-            factor: of the gradients: clipping, and W where the mean over ranks is to be a sum.
+            factor: of the gradients: clipping.
             votes_all: whether ``ready_to_switch`` was true on every rank that steps together.
         """
         with torch.no_grad():
@@ -303,7 +306,7 @@ class OneBitAdam(torch.optim.Optimizer):
         self.lr_at_switch = [float(g["lr"]) for g in self.param_groups]
         for bucket in self.buckets:
             if bucket.compresses:
-                self.num_masked += bucket.freeze(self._mask, self._floor, self.count)
+                self.num_masked += bucket.freeze(self.mask, self._floor, self.count)
 
     def _warn_of_rise(self) -> None:
         now = [float(g["lr"]) for g in self.param_groups]

@@ -22,7 +22,9 @@ class Monitor:
 
     A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
     clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
-    and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean).
+    and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean). With
+    1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
+    (what float32 takes, over that).
 
     Args:
         config: the run.
@@ -65,6 +67,10 @@ class Monitor:
             "tokens_per_s": self._window_tokens / self._window_s,
             "step_time_s": self._window_s / self._window_steps,
         }
+        if result.wire_bytes is not None:
+            self._last["wire_bytes"] = result.wire_bytes
+            if result.wire_bytes and result.uncompressed_bytes:
+                self._last["compression_ratio"] = result.uncompressed_bytes / result.wire_bytes
         self._progress.update(self._last)
         if self._step % self._every == 0 or not result.is_finite:
             self._write()

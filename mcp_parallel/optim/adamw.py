@@ -6,17 +6,37 @@ its fused kernel, without DTensor dispatch; the moments have the shards' shapes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mcp_parallel.checkpoint.format import CheckpointError
+from mcp_parallel.checkpoint.manifest import Manifest
+from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import TrainConfig
+from mcp_parallel.optim.clip import local_square_sum, scale_gradients
 from mcp_parallel.parallel.shards import Shard
 
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def refuse_codes(extra: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint that AdamW cannot go on from.
+
+    Raises:
+        CheckpointError: it is of 1-bit Adam after its switch.
+    """
+    switch_step = (extra.get("onebit") or {}).get("switch_step")
+    if switch_step is not None:
+        raise CheckpointError(
+            "load: train.optimizer must be onebit_adam for a checkpoint after the switch of 1-bit "
+            f"Adam (step {switch_step}), got adamw; its second moment is frozen: resume with "
+            "onebit_adam, or from a checkpoint before the switch"
+        )
 
 
 class AdamW:
@@ -45,8 +65,23 @@ class AdamW:
                 **{moment: torch.zeros_like(local) for moment in MOMENTS},
             }
 
-    def step(self, lr: float) -> None:
-        """Update every local shard from its local gradient with learning rate ``lr``."""
+    def square_sum(self) -> Tensor:
+        """This rank's share of the squared gradient norm, float64 ``[]``."""
+        return local_square_sum(self.shards)
+
+    def ready_to_switch(self) -> bool:
+        """There is nothing to switch to."""
+        return False
+
+    def step(self, lr: float, factor: float = 1.0, *, switches: bool = False) -> None:
+        """Update every local shard from its local gradient.
+
+        Args:
+            lr: learning rate.
+            factor: of the gradients, from clipping; they are scaled in place.
+            switches: unused.
+        """
+        scale_gradients(self.shards, factor)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         for shard, local in zip(self.shards, self._locals, strict=True):
@@ -58,6 +93,30 @@ class AdamW:
         for shard, local in zip(self.shards, self._locals, strict=True):
             for moment in MOMENTS:
                 yield moment, shard, self._adamw.state[local][moment]
+
+    def wire_bytes(self) -> tuple[int, int] | None:
+        """Nothing is compressed, so nothing is reported."""
+        return None
+
+    def chunks(self) -> list[LocalChunk]:
+        """What a checkpoint holds of the state; loading into it loads the state."""
+        return [
+            LocalChunk(f"optim.{moment}.{shard.name}", values, shard.global_shape, shard.offsets)
+            for moment, shard, values in self.moments()
+        ]
+
+    def extra(self) -> dict[str, Any]:
+        """Nothing goes into the manifest."""
+        return {}
+
+    def chunks_to_load(self, manifest: Manifest) -> list[LocalChunk]:
+        """Destinations for the state of a checkpoint."""
+        refuse_codes(manifest.extra)
+        return self.chunks()
+
+    def loaded(self, manifest: Manifest) -> None:
+        """Take over what the destinations now hold."""
+        self.set_step_count(manifest.step)
 
     def set_step_count(self, count: int) -> None:
         """Say how many updates the moments hold; the bias correction depends on it."""

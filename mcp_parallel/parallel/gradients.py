@@ -15,6 +15,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
@@ -42,6 +43,7 @@ class GradientBuckets:
         self._waiting: list[int] = []  # gradients still missing in each bucket
         self._works: list[dist.Work] = []
         self._armed = False
+        self._hooks: list[RemovableHandle] = []
         for bucket in _fill_buckets(list(reversed(parameters))):
             self._add(bucket)
 
@@ -55,9 +57,10 @@ class GradientBuckets:
             view = buffer[start : start + parameter.numel()].view_as(parameter)
             start += parameter.numel()
             slots.append(_Slot(parameter, view))
-            parameter.register_post_accumulate_grad_hook(
+            hook = parameter.register_post_accumulate_grad_hook(
                 lambda _, slot=slots[-1]: self._arrived(index, slot)
             )
+            self._hooks.append(hook)
         self.buffers.append(buffer)
         self._buckets.append(slots)
 
@@ -66,6 +69,13 @@ class GradientBuckets:
         for slots in self._buckets:
             for slot in slots:
                 slot.parameter.grad = None
+
+    def release(self) -> None:
+        """Leave gradients to autograd for good, and give the buffers' memory back."""
+        for hook in self._hooks:
+            hook.remove()
+        self.zero()
+        self.buffers, self._buckets, self._hooks = [], [], []
 
     def arm(self) -> None:
         """Say that the next backward is the step's last: full buckets are sent from here on."""
@@ -160,12 +170,13 @@ class Gradients:
         if self.buckets is not None:
             self.buckets.finish()
         if self.partial:
-            sum_over_group([_grad(s) for s in self.partial], self.mesh.group("tp"))
+            sum_over_group([grad_of(s) for s in self.partial], self.mesh.group("tp"))
         if self.tied is not None:
-            sum_tied(_grad(self.tied), self.mesh)
+            sum_tied(grad_of(self.tied), self.mesh)
 
 
-def _grad(shard: Shard) -> Tensor:
+def grad_of(shard: Shard) -> Tensor:
+    """The local gradient, zeros where backward left none."""
     grad = shard.local_grad
     if grad is None:
         # A parameter without a gradient on this rank (an empty shard) still takes part in sums.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
@@ -28,6 +29,8 @@ class Variation:
     padding: bool = False
     """Row r of the global batch loses the targets after a length of its own."""
     clip_norm: float = 0.0
+    optimizer: Literal["adamw", "onebit_adam"] = "adamw"
+    """1-bit Adam before its switch, compared with one process of AdamW."""
 
 
 PLAIN = Variation()
@@ -38,6 +41,8 @@ PADDED = Variation("padded", padding=True)
 # Far below any gradient norm seen at initialisation, so that every step is clipped.
 CLIPPED = Variation("clipped", clip_norm=0.05)
 TIED_CLIPPED = Variation("tied-clipped", tie_embeddings=True, clip_norm=0.05)
+ONEBIT = Variation("onebit", optimizer="onebit_adam")
+ONEBIT_TIED = Variation("onebit-tied", tie_embeddings=True, optimizer="onebit_adam", clip_norm=0.05)
 
 
 @dataclass(frozen=True)
@@ -77,13 +82,16 @@ class Case:
             min_lr=LEARNING_RATE / 10,
             warmup_steps=1,
             clip_norm=v.clip_norm,
+            optimizer=v.optimizer,
+            freeze_step=STEPS + 1 if v.optimizer == "onebit_adam" else None,
             precision=precision,
         )
         return replace(base, model=model, parallel=parallel, train=train)
 
     def reference(self) -> Case:
         """The same training on one process in one micro-batch."""
-        return Case(f"one process, {self.variation.name}", Layout(), self.variation)
+        variation = replace(self.variation, optimizer="adamw")
+        return Case(f"one process, {variation.name}", Layout(), variation)
 
 
 def _case(name: str, variation: Variation = PLAIN, microbatches: int = 1, **layout: object) -> Case:
@@ -126,5 +134,9 @@ MATRIX = (
     _case("clipped zero3", CLIPPED, dp=2, zero=3),
     _case("clipped tied pp4", TIED_CLIPPED, microbatches=4, pp=4),
     _case("clipped dp2tp2pp2", CLIPPED, microbatches=2, dp=2, tp=2, pp=2),
+    _case("onebit dp4 zero1", ONEBIT, dp=4, zero=1),
+    _case("onebit dp2tp2", ONEBIT, microbatches=2, dp=2, tp=2),
+    _case("onebit tied dp2pp2", ONEBIT_TIED, microbatches=2, dp=2, pp=2),
+    _case("onebit tied dp2tp2pp2 zero1", ONEBIT_TIED, microbatches=2, dp=2, tp=2, pp=2, zero=1),
 )
 """All cases, in the order of the table."""

@@ -65,7 +65,6 @@ BOUNDS: dict[str, Bound] = {
 _HERE: dict[str, tuple[Any, ...]] = {
     "parallel.cp": (1,),
     "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
-    "train.optimizer": ("adamw",),
     "train.precision": ("fp32", "fp64"),
     "train.fp32_embedding_steps": (0,),
     "memory.activation_compression": ("none",),

@@ -1,0 +1,29 @@
+"""Gradient sums of a run with 1-bit Adam: all of them in stage 1, none over dp after it."""
+
+from __future__ import annotations
+
+from mcp_parallel.parallel.gradients import Gradients, grad_of, sum_over_group
+
+
+class SwitchedGradients(Gradients):
+    """``Gradients`` whose sums over dp end for good when the optimizer begins to compress.
+
+    A tied embedding on two stages is not compressed: its gradient is still summed over dp, before
+    the two copies exchange theirs.
+    """
+
+    sums_over_dp = True
+
+    def stop_summing(self) -> None:
+        """From now on gradients are each dp rank's own."""
+        self.sums_over_dp = False
+        if self.buckets is not None:
+            self.buckets.release()
+            self.buckets = None
+
+    def finish(self) -> None:
+        """See ``Gradients.finish``."""
+        dp_group = self.mesh.group("dp")
+        if not self.sums_over_dp and self.tied is not None and dp_group is not None:
+            sum_over_group([grad_of(self.tied)], dp_group)
+        super().finish()
