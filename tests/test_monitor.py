@@ -33,6 +33,8 @@ class Result:
     grad_norm: float = 1.0
     num_tokens: int = 64
     is_finite: bool = True
+    wire_bytes: int | None = None
+    uncompressed_bytes: int | None = None
 
 
 def config(*overrides: str) -> Config:
