@@ -276,3 +276,45 @@ def test_a_forked_child_is_told_what_to_do(ranks):
     for text in ranks.run(_fork, ranks=2):
         assert "belongs to the process that this one was forked from" in text
         assert "call init_process_group in the child" in text
+
+
+def _two_level_reduce_scatter(rank, world, hosts):
+    """Every reduction and carrier, without a reduction of the whole behind it."""
+    group = on_hosts(rank, world, hosts)
+
+    def refuse(*args):
+        raise AssertionError("all_reduce must not be behind a reduce_scatter")
+
+    group._comm.all_reduce = refuse
+    Op = dist.ReduceOp
+    combine = {
+        Op.SUM: lambda x: x.sum(0),
+        Op.AVG: lambda x: x.double().mean(0),
+        Op.MAX: lambda x: x.amax(0),
+        Op.MIN: lambda x: x.amin(0),
+        Op.PRODUCT: lambda x: x.prod(0),
+    }
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16)
+    for dtype in dtypes:
+        for op, definition in combine.items():
+            everyone = torch.stack(
+                [(numbers(peer, world * 3, 5) % 3 + 1).to(dtype) for peer in range(world)]
+            )
+            out = torch.full((3, 5), 99, dtype=dtype)
+            group._reduce_scatter_base(out, everyone[rank].clone(), op).wait()
+            exact = definition(everyone.double())[3 * rank : 3 * rank + 3]
+            if not dtype.is_floating_point:
+                exact = exact.trunc()
+            # Small integers: only an average is rounded at all, once.
+            assert torch.equal(out, exact.to(torch.float32).to(dtype)), (dtype, op)
+    x = torch.full((world, 2), 1.0 + rank, dtype=torch.complex64)
+    out = torch.empty(2, dtype=torch.complex64)
+    group._reduce_scatter_base(out, x.view(-1)).wait()
+    assert out.tolist() == [world * (world + 1) / 2] * 2
+    empty = torch.empty(0)
+    group._reduce_scatter_base(empty, empty.clone()).wait()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "aaab", "abab", "abba", "abcd"])
+def test_reduce_scatter_in_two_levels(ranks, hosts):
+    ranks.run(_two_level_reduce_scatter, hosts, ranks=len(hosts))

@@ -2,6 +2,7 @@
 
 The first rank of each host is its leader. A reduction goes up to the leader, across the leaders
 and down again, so that each host's result crosses the network once instead of once a rank.
+A reduce-scatter has no leader: each host's ranks share its rows and send them to their owners.
 What gains nothing from that (all-to-all, scatter, gather, single messages) goes through gloo.
 Letters: W = ranks, H = hosts, L = most ranks of one host.
 """
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcp_kernels import _shm
 from mcp_kernels.shm.local import ANY_RANK, LocalComm
 from mcp_kernels.shm.rendezvous import Place
 from mcp_kernels.shm.tensors import check_tensor, dense, kind_of_reduction, put_back
@@ -74,29 +76,14 @@ class HostsComm:
         """
         kind_of_reduction("all_reduce", x.dtype, reduce_op)  # or it raises
         check_tensor("all_reduce", x)
-        red = getattr(reduce_op, "op", reduce_op)
-        average = red == _Red.AVG
-        if average:
-            red = _Red.SUM
-        elif x.dtype == torch.bool:
-            red = _OF_BOOLS.get(red, red)
-        carried = torch.view_as_real(dense(x)) if x.is_complex() else dense(x)
-        carried = carried.to(_CARRIERS.get(carried.dtype, carried.dtype), copy=True)
-        op = dist.ReduceOp(red)
+        carried, op, average = _carried(x, reduce_op)
         self._local.reduce(carried, op, 0)
         if self._leaders is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op
             self._leaders.allreduce([carried], options).wait()
         self._local.broadcast(carried, 0)
-        if average:
-            if carried.is_floating_point():
-                carried.div_(self.world)
-            else:
-                carried.div_(self.world, rounding_mode="trunc")
-        with torch.no_grad():
-            target = x.detach()
-            target.copy_(torch.view_as_complex(carried) if x.is_complex() else carried)
+        _put_carried(x, carried, self.world if average else 0)
 
     def reduce(self, x: Tensor, reduce_op: Any, root: int) -> None:
         """Reduce ``x`` into rank ``root``'s, in place; others keep theirs."""
@@ -104,11 +91,44 @@ class HostsComm:
         self.all_reduce(total, reduce_op)
 
     def reduce_scatter(self, out: Tensor, packed: Tensor, reduce_op: Any) -> None:
-        """Row r of the ranks' ``packed`` [W, ...], reduced, into ``out`` [...] of rank r."""
-        total = dense(packed).clone().view(self.world, -1)
-        self.all_reduce(total, reduce_op)
-        with torch.no_grad():
-            out.detach().copy_(total[self.rank].view(out.shape))
+        """Row r of the ranks' ``packed`` [W, ...], reduced, into ``out`` [...] of rank r.
+
+        A host reduces its own ranks' rows first, spread over these ranks: the one that takes rank
+        r's row sends it to r, which reduces one row of each host.
+
+        Cost: one pass through shared memory; a row crosses the network once from each other host.
+        """
+        kind_of_reduction("reduce_scatter", out.dtype, reduce_op)  # or it raises
+        check_tensor("reduce_scatter", out)
+        if out.numel() == 0:
+            return
+        rows, op, average = _carried(packed, reduce_op)
+        rows = rows.view(self.world, -1)
+        hosts, members = self._place.hosts, len(self._place.local_ranks)
+        # Whose rows each rank of this host takes, in rank order as the exchange wants them.
+        taken = [
+            sorted(ranks[i] for ranks in hosts for i in range(local, len(ranks), members))
+            for local in range(members)
+        ]
+        staged = rows.new_zeros(members, max(map(len, taken)), rows.shape[1])
+        for local, ranks in enumerate(taken):
+            staged[local, : len(ranks)] = rows[ranks]
+        mine = torch.empty_like(staged[0])
+        self._local.reduce_scatter(mine, staged, op)
+
+        numel, own = rows.shape[1], taken[self._local.rank]
+        senders = [ranks[self._local.rank % len(ranks)] for ranks in hosts]
+        received = rows.new_empty(len(hosts), numel)
+        to = [numel if rank in own else 0 for rank in range(self.world)]
+        come = [numel if rank in senders else 0 for rank in range(self.world)]
+        sent = mine[: len(own)].view(-1)
+        options = dist.AllToAllOptions()
+        self._flat.alltoall_base(received.view(-1), sent, come, to, options).wait()
+        total = received[0]
+        kind, reduction, _ = kind_of_reduction("reduce_scatter", total.dtype, op)
+        places = [row.data_ptr() for row in received]
+        _shm.reduce(places, total.data_ptr(), 0, numel, kind, reduction, False)
+        _put_carried(out, total, self.world if average else 0)
 
     def all_gather(self, rows: Sequence[Tensor], x: Tensor) -> None:
         """Each rank's ``x`` into that rank's place in ``rows``."""
@@ -199,6 +219,31 @@ class HostsComm:
         in_place = target is x
         finish = None if in_place else lambda: x.detach().copy_(target)
         return TransferWork(_GlooTransfer(work, peer), x, finish)
+
+
+def _carried(x: Tensor, reduce_op: Any) -> tuple[Tensor, Any, bool]:
+    """A copy of ``x`` in what a reduction is carried in, its reduction, and whether it averages."""
+    red = getattr(reduce_op, "op", reduce_op)
+    average = red == _Red.AVG
+    if average:
+        red = _Red.SUM
+    elif x.dtype == torch.bool:
+        red = _OF_BOOLS.get(red, red)
+    real = torch.view_as_real(dense(x)) if x.is_complex() else dense(x)
+    carried = real.to(_CARRIERS.get(real.dtype, real.dtype), copy=True)
+    return carried, dist.ReduceOp(red), average
+
+
+def _put_carried(target: Tensor, carried: Tensor, divisor: int) -> None:
+    """``carried``, divided where ``divisor`` is not 0, into ``target``, rounded to its type."""
+    if divisor and carried.is_floating_point():
+        carried.div_(divisor)
+    elif divisor:
+        carried.div_(divisor, rounding_mode="trunc")
+    with torch.no_grad():
+        if target.is_complex():
+            carried = torch.view_as_complex(carried.view(*target.shape, 2))
+        target.detach().copy_(carried.view(target.shape))
 
 
 class _GlooTransfer:
