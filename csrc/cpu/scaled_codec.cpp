@@ -17,19 +17,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Names of a codec's ops, for messages.
-struct Names {
-  const char* compress;
-  const char* decompress;
-  const char* reduce;
-};
-
-constexpr Names names_of(ScaledCodec codec) {
-  if (codec == ScaledCodec::kInt8) return {"int8_compress", "int8_decompress", "int8_reduce"};
-  if (codec == ScaledCodec::kInt4) return {"int4_compress", "int4_decompress", "int4_reduce"};
-  return {"fp8_compress", "fp8_decompress", "fp8_reduce"};
-}
-
 template <ScaledCodec kCodec>
 std::tuple<Tensor, Tensor> compress(Tensor x, Tensor error, int64_t block_size) {
   constexpr const char* kOp = names_of(kCodec).compress;

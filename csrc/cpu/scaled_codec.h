@@ -20,6 +20,19 @@ enum class ScaledCodec { kInt8, kInt4, kFp8 };
 
 constexpr int64_t bits_each(ScaledCodec codec) { return codec == ScaledCodec::kInt4 ? 4 : 8; }
 
+// Names of a codec's ops, for messages.
+struct Names {
+  const char* compress;
+  const char* decompress;
+  const char* reduce;
+};
+
+constexpr Names names_of(ScaledCodec codec) {
+  if (codec == ScaledCodec::kInt8) return {"int8_compress", "int8_decompress", "int8_reduce"};
+  if (codec == ScaledCodec::kInt4) return {"int4_compress", "int4_decompress", "int4_reduce"};
+  return {"fp8_compress", "fp8_decompress", "fp8_reduce"};
+}
+
 struct ScaledCompressArgs {
   const void* x;       // [numel] of x_type
   FloatType x_type;    //

@@ -2,15 +2,12 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
 #include <tuple>
 
-#include "common/check.h"
+#include "cuda/codec_launch.h"
+// The words come first: the kernels are written in them.
 #include "cuda/onebit_compress.cuh"
 
 namespace mcp::cuda {
@@ -18,12 +15,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-cudaStream_t current_stream(int32_t device) {
-  void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
 
 void launch_compress(const OnebitCompressArgs& args, cudaStream_t stream) {
   const int64_t num_blocks = ceil_div(args.numel, args.block_size);

@@ -27,10 +27,24 @@ BODIES = {
     "flash_attn_kvcache": "mcp_kernels.triton.flash_attn:flash_attn_kvcache",
     "flash_attn_varlen": "mcp_kernels.triton.flash_attn:flash_attn_varlen",
     "flash_attn_varlen_bwd": "mcp_kernels.triton.flash_attn:flash_attn_varlen_bwd",
+    "fp8_compress": "mcp_kernels.triton.scaled_codec:fp8_compress",
+    "fp8_decompress": "mcp_kernels.triton.scaled_codec:fp8_decompress",
+    "fp8_reduce": "mcp_kernels.triton.scaled_codec:fp8_reduce",
+    "int4_compress": "mcp_kernels.triton.scaled_codec:int4_compress",
+    "int4_decompress": "mcp_kernels.triton.scaled_codec:int4_decompress",
+    "int4_reduce": "mcp_kernels.triton.scaled_codec:int4_reduce",
+    "int8_compress": "mcp_kernels.triton.scaled_codec:int8_compress",
+    "int8_decompress": "mcp_kernels.triton.scaled_codec:int8_decompress",
+    "int8_reduce": "mcp_kernels.triton.scaled_codec:int8_reduce",
     "matmul_all_reduce": "mcp_kernels.triton.matmul_all_reduce:matmul_all_reduce",
     "matmul_reduce_scatter": "mcp_kernels.triton.matmul_reduce_scatter:matmul_reduce_scatter",
+    "onebit_adam_update": "mcp_kernels.triton.onebit_adam_update:onebit_adam_update",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
+    "onebit_compress_momentum": (
+        "mcp_kernels.triton.onebit_compress_momentum:onebit_compress_momentum"
+    ),
     "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
+    "onebit_reduce": "mcp_kernels.triton.onebit_reduce:onebit_reduce",
 }
 
 # What a body leaves to the reference; one that is not here takes every call.

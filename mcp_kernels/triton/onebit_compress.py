@@ -1,8 +1,6 @@
 """onebit_compress and onebit_decompress in Triton: the bits of every other body.
 
-The sum keeps the definition's order: a program walks the rows of 32 elements of its blocks, and
-its 32 float64 lanes are folded in halves at the end (two terms a fold, so the order of a
-reduction cannot show). Letters: P = blocks of a program, L = 32 lanes.
+Letters: P = blocks of a program, L = 32 lanes; codec_blocks.py tells how their sum keeps its order.
 """
 
 # Triton types its kernels as the functions they are written as, not as what a launch takes.
@@ -15,15 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# 8 blocks of 32 lanes are 2 elements a thread at 4 warps; a row of a block is one 128-byte line.
-BLOCKS_PER_PROGRAM = 8
+from mcp_kernels.triton.codec_blocks import BLOCKS_PER_PROGRAM, block_rms, store_signs
+
 BYTES_PER_PROGRAM = 512
-
-
-@triton.jit
-def _fold(lanes, NUM_ROWS: tl.constexpr, HALF: tl.constexpr):  # noqa: ANN001, ANN202
-    """``[P, 2 HALF]`` to ``[P, HALF]``: lane l + lane l + HALF."""
-    return tl.sum(tl.reshape(lanes, (NUM_ROWS, 2, HALF)), axis=1)
 
 
 @triton.jit
@@ -42,7 +34,6 @@ def _onebit_compress_kernel(  # noqa: ANN202
     start = block * block_size
     count = tl.maximum(tl.minimum(block_size, numel - start), 0)  # [P]
     lane = tl.arange(0, 32)
-    byte = tl.arange(0, 4)
     lanes = tl.zeros((P, 32), tl.float64)
     for row in range(num_rows):
         i = (row * 32 + lane)[None, :]
@@ -52,19 +43,11 @@ def _onebit_compress_kernel(  # noqa: ANN202
         c = x + tl.load(error_ptr + at, mask=valid, other=0.0)
         wide = c.to(tl.float64)
         lanes += wide * wide
-        weighted = ((c >= 0) & valid).to(tl.int32) << (lane % 8)[None, :]
-        packed = tl.sum(tl.reshape(weighted, (P, 4, 8)), axis=2)  # [P, 4]
-        stored = (row * 32 + byte * 8)[None, :] < count[:, None]
-        to = bits_ptr + (start // 8)[:, None] + (row * 4 + byte)[None, :]
-        tl.store(to, packed.to(tl.uint8), mask=stored)
+        store_signs(bits_ptr, start, row, (c >= 0) & valid, count, P)
 
-    total = tl.reshape(
-        _fold(_fold(_fold(_fold(_fold(lanes, P, 16), P, 8), P, 4), P, 2), P, 1), (P,)
-    )
-    mean = total / tl.maximum(count, 1).to(tl.float64)
-    scale = tl.sqrt(mean).to(tl.float32)
-    finite = scale < float("inf")  # False for NaN
-    tl.store(scales_ptr + block, tl.where(finite, scale, float("nan")), mask=block < num_blocks)
+    scale = block_rms(lanes, count, P)
+    tl.store(scales_ptr + block, scale, mask=block < num_blocks)
+    finite = scale < float("inf")
 
     for row in range(num_rows):
         i = (row * 32 + lane)[None, :]

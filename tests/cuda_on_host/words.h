@@ -133,8 +133,16 @@ inline double __shfl_xor_sync(unsigned, double value, int mask) {
   return value;
 }
 
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t value, int mask) {
+  const uint64_t* values = host::Warp::current->exchange(value);
+  return static_cast<uint32_t>(values[host::Warp::current->lane() ^ mask]);
+}
+
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __float2int_rn(float a) { return static_cast<int>(std::nearbyintf(a)); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
@@ -145,6 +153,14 @@ inline float __int_as_float(uint32_t bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+inline float __uint_as_float(uint32_t bits) { return __int_as_float(bits); }
+
+inline uint32_t __float_as_uint(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
 }
 
 struct float4 {
@@ -159,10 +175,18 @@ inline float __bfloat162float(__nv_bfloat16 value) {
   return __int_as_float(static_cast<uint32_t>(value.bits) << 16);
 }
 
+inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+  const uint32_t bits = __float_as_uint(value);
+  if ((bits & 0x7fffffff) > 0x7f800000) return {0x7fff};
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
 struct __half {
   _Float16 value;
 };
 inline float __half2float(__half value) { return static_cast<float>(value.value); }
+inline __half __float2half_rn(float value) { return {static_cast<_Float16>(value)}; }
 
 using std::isfinite;
+using std::max;
 using std::min;
