@@ -47,6 +47,6 @@ for param in ("*fp32", "*bf16", "*fp16"):
 """
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_compiles_for_gpus_without_one(arch, tmp_path):
     compile_for(arch, CUBINS, tmp_path)

@@ -57,6 +57,7 @@ for grad in ("*fp32", "*bf16", "*fp16"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_for_gpus_without_one(arch, tmp_path):
     compile_for(arch, CUBINS, tmp_path)

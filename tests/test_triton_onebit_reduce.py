@@ -38,6 +38,7 @@ assert "sqrt.rn.f64" in text and "div.rn.f64" in text, text
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_for_gpus_without_one(arch, tmp_path):
     compile_for(arch, CUBINS, tmp_path)

@@ -111,6 +111,7 @@ for codec in (body.INT8, body.INT4, body.FP8):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", [80, 90])
 def test_compiles_for_gpus_without_one(arch, tmp_path):
     compile_for(arch, CUBINS, tmp_path)

@@ -155,7 +155,7 @@ def _scaled_code_kernel(
         magnitude = tl.where(valid, c, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         highest = tl.maximum(highest, magnitude)
 
-    amax = tl.max(highest, axis=1).to(tl.float32, bitcast=True)
+    amax = tl.cast(tl.max(highest, axis=1), tl.float32, bitcast=True)
     scale = tl.div_rn(amax, tl.zeros_like(amax) + largest)
     good = scale * largest < float("inf")  # False for NaN
     if REDUCE:
