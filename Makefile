@@ -44,6 +44,7 @@ gpu-check: $(NEEDS)
 # Anywhere: registers, shared memory and spills of the Triton kernels on sm_80 and sm_90.
 cubins: $(NEEDS_DEV)
 	$(BIN)/python -m mcp_kernels.triton.flash_attn_resources
+	$(BIN)/python -m mcp_kernels.triton.symmetric_resources
 
 SOURCES = mcp_kernels mcp_parallel tests bench _backend setup.py
 CXX_SOURCES = $(wildcard csrc/*.cpp csrc/*/*.h csrc/*/*.cpp csrc/*/*.cu csrc/*/*.cuh \

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from mcp_kernels.gpu_check import attention_checks, attention_speed, onebit
+from mcp_kernels.gpu_check import (
+    attention_checks,
+    attention_speed,
+    onebit,
+    tensor_parallel,
+    tensor_parallel_speed,
+)
 from mcp_kernels.gpu_check.report import Section
 
 SECTIONS = (
     Section("flash_attention", attention_checks.check, attention_speed.measure),
     onebit.SECTION,
+    Section("tensor_parallel", tensor_parallel.check, tensor_parallel_speed.measure),
 )

@@ -88,8 +88,8 @@ def raise_error(op: str, peers: Peers) -> None:
     if missed is not None:
         raise RuntimeError(
             f"{op}: rank {missed.rank} must take part in call {missed.epoch} of this channel "
-            f"within {peers.timeout_ns / 1e9:g} s, got nothing from it (this is rank {peers.rank} of "
-            f"{peers.world}); results since are NaN. Look for the first error on rank "
+            f"within {peers.timeout_ns / 1e9:g} s, got nothing from it (this is rank {peers.rank} "
+            f"of {peers.world}); results since are NaN. Look for the first error on rank "
             f"{missed.rank}; then end the process group and start again"
         )
 

@@ -1,0 +1,119 @@
+"""Symmetric memory's host side without a GPU: layout, decision of a group, errors, refusals."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcp_kernels.symmetric import Settings, settings
+from mcp_kernels.symmetric.agree import Facts, decide
+from mcp_kernels.symmetric.all_reduce import MULTICAST, ONE_SHOT, TWO_SHOT, choose_form
+from mcp_kernels.symmetric.channel import raise_error
+from mcp_kernels.symmetric.layout import CUDA_ROWS, Layout, Missed, read_error, windows
+from mcp_kernels.symmetric.peers import Peers
+from mcp_kernels.symmetric.refuses import (
+    refuses_all_gather_matmul,
+    refuses_all_reduce,
+    refuses_matmul_all_reduce,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+FACTS = Facts(host=1, device=1, num_programs=132, capability=90, has_cuda_op=1, configured=7)
+
+
+def test_python_and_cuda_agree_on_the_layout() -> None:
+    text = (ROOT / "csrc/cuda/symmetric.cuh").read_text(encoding="utf-8")
+    numbers = {name: int(value) for name, value in re.findall(r"(k\w+) = (\d+)", text)}
+    assert numbers["kMaxBlocks"] * numbers["kPhases"] == CUDA_ROWS
+    assert (numbers["kFlagsAt"], numbers["kSlotAlign"]) == (512, 4096)
+    assert (numbers["kTicketAt"], numbers["kDeadAt"]) == (128, 256)
+    # int64_t flag_bytes = 2 * kPhases * kMaxBlocks * world * 8, behind the head, aligned.
+    assert (
+        Layout(8, CUDA_ROWS, 1 << 20).slots_at == -(-(512 + 2 * CUDA_ROWS * 8 * 8) // 4096) * 4096
+    )
+
+
+@given(st.integers(0, 1000), st.integers(1, 300))
+def test_windows_cover_everything_once(size: int, most: int) -> None:
+    pieces = list(windows(size, most))
+    assert [i for start, length in pieces for i in range(start, start + length)] == list(
+        range(size)
+    )
+    assert all(length <= most for _, length in pieces)
+    assert len(pieces) == max(1, -(-size // most))
+
+
+def test_a_group_decides_together() -> None:
+    ranks = [replace(FACTS, device=device) for device in range(4)]
+    answer = decide([*ranks[:3], replace(ranks[3], num_programs=108, has_cuda_op=0)])
+    assert (answer.refusal, answer.num_programs, answer.has_cuda_op) == (None, 108, False)
+    for odd, words in (
+        (replace(ranks[3], host=2), "needs all ranks on one host, got 2 hosts"),
+        (replace(ranks[3], device=0), "needs a GPU for each rank, got ranks that share one"),
+        (replace(ranks[3], capability=75), "needs sm_80 or newer on every rank, got sm_75"),
+        (replace(ranks[3], configured=8), "needs equal settings on every rank"),
+    ):
+        refusal = decide([*ranks[:3], odd]).refusal
+        assert refusal is not None
+        assert words in refusal
+
+
+def make_peers(word: int) -> Peers:
+    error = torch.tensor([word - (1 << 64) if word >> 63 else word])
+    return Peers(1, Layout(4, 129, 1 << 20), torch.zeros(4), error, 2 * 10**9, 8)
+
+
+def test_an_error_word_names_op_rank_and_call() -> None:
+    assert read_error(0) is None
+    raise_error("all_reduce", make_peers(0))
+    word = 1 << 63 | 3 << 40 | 17
+    assert read_error(word) == Missed(rank=3, epoch=17)
+    with pytest.raises(RuntimeError, match=r"all_reduce: rank 3 must take part in call 17 .* 2 s"):
+        raise_error("all_reduce", make_peers(word))
+
+
+def test_refusals_need_no_group_where_the_type_decides() -> None:
+    x, weight = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    assert refuses_matmul_all_reduce(x, weight, None, "") is None
+    reason = refuses_matmul_all_reduce(x, weight, None, "tp")
+    assert reason == "needs one of float32, bfloat16, float16, got float64"
+    reason = refuses_all_gather_matmul(x.float(), [weight.float()], [], "tp", 1, None, True)
+    assert reason == "needs rows to gather, got gather_dim on the in features"
+    large = torch.zeros(1).expand(17 << 20)
+    assert "leaves more than 64 MiB" in str(refuses_all_reduce(large, "tp"))
+    assert "got int64" in str(refuses_all_reduce(torch.zeros(2, dtype=torch.int64), "tp"))
+
+
+@pytest.mark.parametrize(
+    "num_bytes, world, has_multicast, form",
+    [
+        (1 << 30, 2, False, ONE_SHOT),
+        (512 << 10, 4, False, ONE_SHOT),
+        (512 << 10, 8, False, TWO_SHOT),
+        (1 << 10, 72, False, TWO_SHOT),
+        (1 << 20, 8, True, TWO_SHOT),
+        (2 << 20, 8, True, MULTICAST),
+    ],
+)
+def test_forms(num_bytes: int, world: int, has_multicast: bool, form: int) -> None:
+    assert choose_form(num_bytes, torch.bfloat16, world, has_multicast) == form
+    assert choose_form(num_bytes, torch.float64, world, has_multicast) != MULTICAST
+
+
+def test_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="slot_bytes must be a positive multiple of 1 MiB, got 5"):
+        Settings(slot_bytes=5)
+    with pytest.raises(ValueError, match="timeout_s must be in"):
+        Settings(timeout_s=0.0)
+    monkeypatch.setattr(settings, "_is_used", False)
+    monkeypatch.setattr(settings, "_current", Settings())
+    settings.configure(Settings(timeout_s=5.0))
+    assert settings.settings().timeout_s == 5.0
+    with pytest.raises(RuntimeError, match="settings must be made before the first call"):
+        settings.configure(Settings(timeout_s=6.0))
