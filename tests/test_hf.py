@@ -39,15 +39,18 @@ def registered() -> None:
     mcp_kernels.hf.register()
 
 
-def _pair(kind: str, **sizes: Any) -> tuple[Any, Any]:
+def _pair(kind: str, *, head: str = "ForCausalLM", **sizes: Any) -> tuple[Any, Any]:
     """(model on eager attention, the same on ours), float32, in evaluation."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **sizes})
+    # A text model of a family of several kinds has a configuration of its own.
+    text = f"{kind}TextConfig"
+    name = text if hasattr(transformers, text) else f"{kind}Config"
+    config = getattr(transformers, name)(**{**SIZES, **sizes})
     config._attn_implementation = "eager"
-    eager = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    eager = getattr(transformers, f"{kind}{head}")(config).eval()
     own_config = copy.deepcopy(config)
     own_config._attn_implementation = mcp_kernels.hf.NAME
-    own = getattr(transformers, f"{kind}ForCausalLM")(own_config).eval()
+    own = getattr(transformers, f"{kind}{head}")(own_config).eval()
     own.load_state_dict(eager.state_dict())
     return eager, own
 
@@ -73,6 +76,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_sinks": (
         "GptOss",
         {"sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "llama4_chunks": (
+        "Llama4",
+        {
+            "attention_chunk_size": 5,
+            "num_hidden_layers": 4,  # three of chunks, one of all keys
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+        },
     ),
 }
 
@@ -109,7 +121,7 @@ def test_logits_and_gradients_equal_eager(name: str, side: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["none", "left"])
-@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gpt_oss_sinks"])
+@pytest.mark.parametrize("name", ["llama_gqa", "mistral_window", "gpt_oss_sinks", "llama4_chunks"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_equals_eager(name: str, side: str, cache: str) -> None:
     """Greedy generation through the model's cache, past the sliding window."""
@@ -129,6 +141,40 @@ def test_generation_equals_eager(name: str, side: str, cache: str) -> None:
         for model in (eager, own)
     )
     assert torch.equal(actual, expected)
+
+
+BIDIRECTIONAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {}),
+    # Every second layer sees 4 tokens on either side.
+    "modernbert_windows": ("ModernBert", {"local_attention": 8, "global_attn_every_n_layers": 2}),
+}
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", BIDIRECTIONAL)
+def test_bidirectional_models_equal_eager(name: str, side: str) -> None:
+    """Every token sees those before and those behind it, and no padding."""
+    kind, sizes = BIDIRECTIONAL[name]
+    eager, own = _pair(kind, head="Model", **sizes, cls_token_id=1, sep_token_id=2)
+    tokens, mask = _tokens(), _padding(side)
+    is_token, results = mask.bool(), []
+    for model in (eager, own):
+        states = model(tokens, attention_mask=mask).last_hidden_state
+        weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(2))
+        (states * weights)[is_token].sum().backward()
+        results.append(states.detach()[is_token])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=LOGITS_BOUND)
+    changed = tokens.clone()
+    changed[:, 12] = 3 + (tokens[:, 12] - 2) % (VOCABULARY - 3)
+    other = own(changed, attention_mask=mask).last_hidden_state.detach()
+    assert (other != own(tokens, attention_mask=mask).last_hidden_state)[:, 10].any()
+    for (where, wanted), got in zip(eager.named_parameters(), own.parameters(), strict=True):
+        if wanted.grad is None:
+            assert got.grad is None, where
+            continue
+        error = float((got.grad - wanted.grad).norm())
+        # Weighed sums of 30 states, not a mean: some ten times the gradients of a loss of size 1.
+        assert error <= GRADIENT_BOUND * max(float(wanted.grad.norm()), 1.0), where
 
 
 def test_prompt_in_pieces_equals_one_pass() -> None:
