@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from mcp_kernels.gpu_check import __main__ as cli
 from mcp_kernels.gpu_check import attention_checks, attention_speed, onebit
+from mcp_kernels.gpu_check.apart import run_apart
 from mcp_kernels.gpu_check.report import Check, Measurement, Report, Section, run_section
 from mcp_kernels.gpu_check.sections import SECTIONS
 from mcp_kernels.gpu_check.timing import Bench
@@ -72,6 +74,51 @@ def test_a_check_that_raises_is_a_failed_check() -> None:
     result = run_section(Section("one", check, lambda bench: []), QUICK)
     assert [c.is_passed for c in result.checks] == [True, False]
     assert "illegal memory access" in result.checks[1].detail
+
+
+WRITES = """
+import os, pathlib, signal, sys
+from mcp_kernels.gpu_check.apart import run_apart
+from mcp_kernels.gpu_check.report import Check, Measurement, Report, SectionResult
+measured = Measurement("copy", "GB/s", 10.0, {"peer": 5.0, "other": "no kernel"}, goals={"peer": 3})
+report = Report({}, [SectionResult("one", [Check("adds", True, "fine")], [measured])])
+pathlib.Path(sys.argv[1]).write_text(report.to_json())
+"""
+
+
+def test_a_section_in_a_process_of_its_own(tmp_path: Any) -> None:
+    """What it found comes back whole; one that dies is a failed check that says how."""
+    out = tmp_path / "part.json"
+    found = run_apart("one", [sys.executable, "-W", "ignore", "-c", WRITES, str(out)], out)
+    assert found.checks == [Check("adds", True, "fine")]
+    (measured,) = found.measurements
+    assert measured.ratios() == {"peer": 2.0}
+    assert measured.missed() == ["2.00 x peer of 3"]
+    assert measured.peers["other"] == "no kernel"
+
+    dies = "import os, sys; print('illegal address', file=sys.stderr, flush=True); os.abort()"
+    (check,) = run_apart("one", [sys.executable, "-c", dies], out).checks  # the old report is gone
+    assert not check.is_passed
+    assert check.detail == "its process ended with -6: illegal address"
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    (check,) = run_apart("one", hangs, out, timeout_s=0.2).checks
+    assert check.detail == "it must end within 0.2 s, and did not"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to check")
+def test_sections_run_apart_and_all_are_reported(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU every child refuses: each section says so, and the report has them all."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cli, "describe", lambda device: {"gpu": "none"})
+    out = tmp_path / "gpu_report.json"
+    assert cli.main(["--out", str(out)]) == 1
+    document = json.loads(out.read_text())
+    assert [s["name"] for s in document["sections"]] == [s.name for s in SECTIONS]
+    for section in document["sections"]:
+        assert "a CUDA device must be usable, got none" in section["checks"][0]["detail"]
 
 
 def test_a_peer_that_refuses_says_why_and_the_others_are_timed() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from mcp_kernels._build_info import build_info
+from mcp_kernels.gpu_check.apart import run_apart
 from mcp_kernels.gpu_check.report import Report, run_section
 from mcp_kernels.gpu_check.sections import SECTIONS
 from mcp_kernels.gpu_check.timing import Bench
@@ -32,15 +33,26 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     bench = Bench(device, rounds=args.rounds)
+    chosen = [s for s in SECTIONS if args.section is None or s.name in args.section]
     results = []
-    for section in SECTIONS:
-        if args.section is None or section.name in args.section:
-            sys.stderr.write(f"gpu_check: {section.name} ...\n")
+    for section in chosen:
+        sys.stderr.write(f"gpu_check: {section.name} ...\n")
+        if len(chosen) == 1:
             results.append(run_section(section, bench))
+        else:
+            part = args.out.with_name(f"{args.out.stem}.{section.name}.json")
+            results.append(run_apart(section.name, command_of(section.name, args, part), part))
+        # Written after each: what is known is there, whatever the next section does.
+        args.out.write_text(Report(describe(device), results).to_json() + "\n")
     report = Report(describe(device), results)
-    args.out.write_text(report.to_json() + "\n")
     sys.stdout.write(f"{report.to_text()}\nwritten to {args.out}\n")
     return 0 if report.is_passed else 1
+
+
+def command_of(section: str, args: argparse.Namespace, out: Path) -> list[str]:
+    """The same check of one section, in a process of its own."""
+    module = [sys.executable, "-m", "mcp_kernels.gpu_check", "--section", section]
+    return [*module, "--rounds", str(args.rounds), "--out", str(out)]
 
 
 def describe(device: torch.device) -> dict[str, Any]:

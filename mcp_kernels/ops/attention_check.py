@@ -160,7 +160,9 @@ def check_alibi(op: str, slopes: Tensor | None, batch: int, heads: int) -> Tenso
     """
     if slopes is None:
         return None
-    if slopes.shape not in ((heads,), (batch, heads)):
+    # Size by size: torch.compile does not find a shape with symbols in a tuple of shapes.
+    is_per_batch = slopes.dim() == 2 and slopes.shape[0] == batch
+    if (slopes.dim() != 1 and not is_per_batch) or slopes.shape[-1] != heads:
         raise ValueError(
             f"{op}: alibi_slopes must be [{heads}] or [{batch}, {heads}], got {list(slopes.shape)}"
         )

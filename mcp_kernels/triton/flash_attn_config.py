@@ -86,7 +86,7 @@ def forward_tile(
         wish = Tile(128 if is_large else 64, 64, 8, 3 if chip.has_wgmma else 2)
     else:
         # The output alone is 128 registers a thread.
-        wish = Tile(128, 64 if chip.has_wgmma else 32, 8, 2)
+        wish = Tile(128, 32, 8, 2)
     held = wish.rows * width * element_bytes
     return _fit(wish, held, 2 * wish.keys * width * element_bytes, chip)
 
@@ -106,7 +106,9 @@ def key_gradient_tile(
         rows = 32 if is_plain and is_roomy else 16
         wish = Tile(rows, 64 if has_dropout and not is_roomy else 128, 8, 2)
     else:
-        wish = Tile(32, 64, 8, 1)
+        # Wgmma takes 64 keys a warp group: of 128 each has its own, of 64 both hold half of the
+        # columns, and what of k and v does not fit registers goes to the stack.
+        wish = Tile(16, 128, 8, 1) if chip.has_wgmma else Tile(32, 64, 8, 1)
     held = 2 * wish.keys * width * element_bytes
     return _fit(wish, held, 2 * wish.rows * width * element_bytes, chip)
 
