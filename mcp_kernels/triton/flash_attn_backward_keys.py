@@ -200,6 +200,8 @@ def _flash_attn_bwd_keys_kernel(
 # 16-bit types at this width hold k and v as operands in registers, 64 a thread, beside 128 of dK
 # and dV: more than there are. Each of the two on its own fits, for one product more.
 _WIDTH_OF_TWO_PASSES = 128
+# Above it dK or dV and its operands leave no registers for a loop of masked tiles and one of full.
+_WIDTH_OF_TWO_LOOPS = 128
 
 
 def key_gradients_launches(
@@ -237,8 +239,12 @@ def key_gradients_launches(
     }
     # A bias hides anything. A window that ends to the left would make a third loop beside those
     # for the diagonal and for what all see, and its code takes registers from both; so does a
-    # second loop that draws a dropout mask.
-    is_all_masked = not problem.is_plain or problem.options.window_left >= 0
+    # second loop that draws a dropout mask, or any at a width of 256.
+    is_all_masked = (
+        not problem.is_plain
+        or problem.options.window_left >= 0
+        or problem.width > _WIDTH_OF_TWO_LOOPS
+    )
     constants = {
         **problem.constants(),
         "M": tile.rows,
