@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from ranks import RankPool
 
 from mcp_kernels.symmetric import Settings, settings
-from mcp_kernels.symmetric.agree import Facts, decide
+from mcp_kernels.symmetric.agree import Facts, ask, decide
 from mcp_kernels.symmetric.all_reduce import MULTICAST, ONE_SHOT, TWO_SHOT, choose_form
 from mcp_kernels.symmetric.channel import raise_error
 from mcp_kernels.symmetric.layout import CUDA_ROWS, Layout, Missed, read_error, windows
@@ -62,6 +65,52 @@ def test_a_group_decides_together() -> None:
         refusal = decide([*ranks[:3], odd]).refusal
         assert refusal is not None
         assert words in refusal
+
+
+def ask_the_group(rank: int, world: int, odd_host: int, blind: int) -> str | None:
+    mine = replace(FACTS, device=rank, host=2 if rank == odd_host else 1)
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return ask(group, torch.device("cpu"), mine, lambda facts: rank != blind).refusal
+
+
+@pytest.mark.parametrize(
+    "odd_host, blind, words",
+    [(-1, -1, "None"), (2, -1, "one host"), (-1, 0, "peer access"), (1, 0, "one host")],
+)
+def test_what_one_rank_sees_every_rank_decides(
+    ranks: RankPool, odd_host: int, blind: int, words: str
+) -> None:
+    answers = ranks.run(ask_the_group, odd_host, blind, ranks=3)
+    assert len(set(answers)) == 1
+    assert words in str(answers[0])
+
+
+REGISTERED = """
+import torch
+torch.version.cuda = "13.0"  # what a CUDA build says
+import mcp_kernels
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():
+    x, weight = torch.empty(4, 8, device="cuda"), torch.empty(2, 8, device="cuda")
+    calls = {
+        "matmul_all_reduce": (x, weight, None, ""),
+        "matmul_reduce_scatter": (x, weight, None, "", 0),
+        "all_gather_matmul": (x, [weight], [], "", 0, None, False),
+    }
+    for op, args in calls.items():
+        print(mcp_kernels.which_backend(op, *args).chosen)
+print(torch.cuda.is_initialized())
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="pretends to be a CUDA build")
+def test_bodies_register_on_a_cuda_build() -> None:
+    pytest.importorskip("triton")
+    command = [sys.executable, "-W", "ignore", "-c", REGISTERED]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.split() == ["triton", "triton", "triton", "False"]
 
 
 def make_peers(word: int) -> Peers:

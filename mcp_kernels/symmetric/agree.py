@@ -8,7 +8,8 @@ group and device, at the first call, which is where ranks are in step.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -65,7 +66,7 @@ def agreement(group: dist.ProcessGroup, device: torch.device) -> Agreement:
                 "symmetric memory: the first call of a group must be outside CUDA graph capture, "
                 "got one inside; call the op once before capturing"
             )
-        _agreements[key] = _ask(group, device)
+        _agreements[key] = ask(group, device, own_facts(device), _reaches)
     return _agreements[key]
 
 
@@ -95,20 +96,36 @@ def decide(facts: list[Facts]) -> Agreement:
     )
 
 
-def _ask(group: dist.ProcessGroup, device: torch.device) -> Agreement:
-    mine = own_facts(device)
+def ask(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    mine: Facts,
+    reaches: Callable[[list[Facts]], bool],
+) -> Agreement:
+    """Tell ``mine`` to the group and decide with it: two small collectives.
+
+    Args:
+        group: all of its ranks call.
+        device: where the numbers travel.
+        mine: this rank's facts.
+        reaches: whether this rank reaches the GPUs of all, by what they told.
+
+    Returns:
+        The same on every rank.
+    """
     row = torch.tensor([getattr(mine, f.name) for f in fields(Facts)], device=device)
     told = torch.empty(group.size() * row.numel(), dtype=row.dtype, device=device)
     group._allgather_base(told, row).wait()
     facts = [Facts(*numbers) for numbers in told.view(group.size(), -1).tolist()]
     answer = decide(facts)
-    reached = torch.tensor([int(_reaches(facts))], device=device)
+    reached = torch.tensor([int(reaches(facts))], device=device)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MIN  # pyright: ignore[reportAttributeAccessIssue]
     group.allreduce([reached], options).wait()
     if answer.refusal is None and not int(reached):
-        refusal = "needs peer access between all GPUs of the group, got a pair without"
-        return Agreement(refusal, answer.num_programs, answer.has_cuda_op)
+        return replace(
+            answer, refusal="needs peer access between all GPUs of the group, got a pair without"
+        )
     return answer
 
 

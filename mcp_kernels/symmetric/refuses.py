@@ -48,12 +48,12 @@ def refuses_all_gather_matmul(
     weights: list[Tensor],
     biases: list[Tensor],
     group: str,
-    gather_dim: int,
+    gather_dim: int | None,
     gather_size: int | None,
     save_gathered: bool,
 ) -> str | None:
     """Why the fused gather and matmul cannot take a call."""
-    if not group:
+    if not group or gather_dim is None:
         return None
     if gather_dim == x.dim() - 1:
         return "needs rows to gather, got gather_dim on the in features"

@@ -17,12 +17,12 @@ def all_gather_matmul(
     weights: list[Tensor],
     biases: list[Tensor],
     group: str,
-    gather_dim: int,
+    gather_dim: int | None,
     gather_size: int | None,
     save_gathered: bool,
 ) -> tuple[list[Tensor], Tensor]:
     """The body of ``all_gather_matmul`` on the CUDA key; arguments as there, checked before."""
-    if not group:
+    if not group or gather_dim is None:  # this rank holds all of x
         given = biases or [None] * len(weights)
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]
         return ys, x.new_empty(0)
