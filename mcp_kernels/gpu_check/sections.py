@@ -6,6 +6,7 @@ from mcp_kernels.gpu_check import (
     attention_checks,
     attention_speed,
     onebit,
+    onebit_step,
     tensor_parallel,
     tensor_parallel_speed,
 )
@@ -14,5 +15,6 @@ from mcp_kernels.gpu_check.report import Section
 SECTIONS = (
     Section("flash_attention", attention_checks.check, attention_speed.measure),
     onebit.SECTION,
+    onebit_step.SECTION,
     Section("tensor_parallel", tensor_parallel.check, tensor_parallel_speed.measure),
 )
