@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from mcp_kernels import flash_attn_func, flash_attn_varlen_func
@@ -190,6 +191,41 @@ def bench_window(dtype, backward, goal, compare_cpu):
     else:
         with torch.no_grad():
             compare_cpu(ours, peer, flops, goal)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.benchmark(group="flash_attention window beside compiled FlexAttention")
+def bench_window_beside_flex(dtype, benchmark, compare_cpu):
+    """The same window, forward; "torch" is FlexAttention, compiled, with a block mask.
+
+    Compiling takes a minute or more. Where it refuses a backward pass the output says so.
+    """
+    length, left = 4096, 256
+    leaves = draw(*[(1, length, 2, 64)] * 3, dtype=dtype)
+
+    def is_visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return (key <= row) & (key >= row - left)
+
+    mask = create_block_mask(is_visible, None, None, length, length, device="cpu")
+    compiled = torch.compile(flex_attention)
+
+    def ours() -> Tensor:
+        q, k, v = leaves
+        return flash_attn_func(q, k, v, causal=True, window_size=(left, 0))
+
+    def peer() -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in leaves)
+        return compiled(q, k, v, block_mask=mask).transpose(1, 2)
+
+    with torch.no_grad():
+        assert_alike(ours(), peer())
+        compare_cpu(ours, peer, 4.0 * 2 * 64 * left * length, 2.0)
+    try:
+        with_backward(peer, leaves)()
+        refusal = "none"
+    except Exception as error:  # whatever the compiler of the day raises
+        refusal = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    benchmark.extra_info["flex_attention_backward_refusal"] = {"min": "", "median": refusal}
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
