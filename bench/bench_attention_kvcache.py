@@ -24,9 +24,11 @@ def bench_decode(compare, kv_heads, dtype):
         return flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=length)
 
     def peer():
-        return torch.nn.functional.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q, k_cache, v_cache)), enable_gqa=kv_heads != heads
-        ).transpose(1, 2)
+        q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k_cache, v_cache))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q_t, k_t, v_t, enable_gqa=kv_heads != heads
+        )
+        return out.transpose(1, 2)
 
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(ours(), peer(), rtol=8 * eps, atol=8 * eps)
@@ -58,7 +60,7 @@ def bench_decode_from_pages(compare, page_size, dtype):
             cache[table[:, -1], -1] = new[:, 0]
             rows.append(cache[table].view(batch, length, kv_heads, dim).transpose(1, 2))
         out = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(1, 2), *rows, enable_gqa=True
+            q.transpose(1, 2), rows[0], rows[1], enable_gqa=True
         )
         return out.transpose(1, 2)
 
