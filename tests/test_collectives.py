@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from parallel_matmul import carried, carriers
 from ranks import RankPool
 
 import mcp_kernels
@@ -147,14 +148,16 @@ def _errors(rank: int, world: int) -> None:
         all_gather(x, gather_size=7)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_forward(ranks: RankPool, world: int) -> None:
-    ranks.run(_forward, ranks=world)
+def test_forward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _forward, ranks=world)
 
 
+@carriers
 @pytest.mark.parametrize("world", WORLDS)
-def test_backward(ranks: RankPool, world: int) -> None:
-    ranks.run(_backward, ranks=world)
+def test_backward(ranks: RankPool, carrier: str, world: int) -> None:
+    ranks.run(carried, carrier, _backward, ranks=world)
 
 
 def test_double_backward(ranks: RankPool) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
-from mcp_kernels.ops import _comm
+from mcp_kernels.ops import _comm, _fused
 
 
 def all_reduce(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
@@ -39,6 +39,9 @@ def all_reduce(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
 
     Cost: one all-reduce of ``x``; nothing in backward.
     """
+    local = _fused.direct_group(group, x, x, None)
+    if local is not None and x.is_contiguous():
+        return local.sum_of(x)
     return torch.ops.mcp_kernels.all_reduce(x, _comm.group_name(group))
 
 
@@ -126,7 +129,10 @@ class _CopyToGroup(torch.autograd.Function):
 
 
 def _all_reduce_ref(x: Tensor, group: str) -> Tensor:
-    pg = _comm.resolve(group)
+    pg: Any = _comm.resolve(group)
+    local = getattr(pg, "direct", None)  # of a group in shared memory, which need not sum in place
+    if local is not None and x.is_cpu and x.is_contiguous() and x.dtype in _fused.FLOATS:
+        return local.sum_of(x)
     out = x.clone(memory_format=torch.contiguous_format)
     return out if pg is None else _comm.sum_over_ranks_(out, pg)
 

@@ -53,6 +53,12 @@ class LocalComm:
         at = x.data_ptr()
         self.group.all_reduce(at, at, x.numel(), TYPES[x.dtype], _SUM, False)
 
+    def sum_of(self, x: Tensor) -> Tensor:
+        """The ranks' contiguous ``x`` of a real dtype summed, which is read and stays."""
+        out = torch.empty_like(x)
+        self.group.all_reduce(x.data_ptr(), out.data_ptr(), x.numel(), TYPES[x.dtype], _SUM, False)
+        return out
+
     def reduce(self, x: Tensor, reduce_op: Any, root: int) -> None:
         """Reduce ``x`` into rank ``root``'s, in place; others keep theirs."""
         kind, reduction, average = kind_of_reduction("reduce", x.dtype, reduce_op)
