@@ -116,7 +116,8 @@ def compare(rank, world, op, size, dtype, has_deepspeed):
     x = torch.zeros(size // dtype.itemsize, dtype=dtype)  # zeros stay zeros, however often summed
     runs = {"gloo": calls(op, x, gloo), "shm": calls(op, x, shm)}
     if op == "all_reduce":
-        runs["direct"] = lambda: shm.direct.sum_(x)  # as the ops of this package call it
+        y = torch.zeros_like(x)  # each has its own, so that none finds it in the cache
+        runs["direct"] = lambda: shm.direct.sum_(y)  # as the ops of this package call it
     if has_deepspeed:
         runs["deepspeed"] = deepspeed_all_reduce(rank, world, torch.zeros_like(x))
     source = torch.ones(int(COPIED[op] * size), dtype=torch.uint8)
