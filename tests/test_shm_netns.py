@@ -15,6 +15,8 @@ import pytest
 
 pytest.importorskip("mcp_kernels._shm", reason="the _shm extension was not built")
 
+pytestmark = pytest.mark.slow  # two processes that import torch, besides the ranks they fork
+
 RANKS_PER_HOST = 2
 HOST = """
 import os, sys, torch, torch.distributed as dist
