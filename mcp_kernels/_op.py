@@ -87,6 +87,9 @@ def define_op(
         _register_autograd(name, backward, setup_context)
     if vmap is not None:
         torch.library.register_vmap(qualified, vmap, lib=_library)
+        if backward is not None:
+            under_transforms = _function_of(name, backward, setup_context, vmap)
+            _library.impl(name, under_transforms, "FuncTorchDynamicLayerFrontMode")
     definition = OpDefinition(
         name=name,
         schema=schema,
@@ -181,6 +184,29 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
         return op(*args)
     with _C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def _function_of(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+    vmap: Callable[..., Any],
+) -> Callable[..., Any]:
+    """The op as torch.func's transforms take it; called before any of them, and by none outside.
+
+    What ``register_autograd`` makes is a ``Function`` without ``setup_context``, which torch itself
+    refuses as soon as one transform lies within another: ``vmap(grad(f))``.
+    """
+
+    def forward(*args: Any) -> Any:
+        return getattr(torch.ops.mcp_kernels, name)(*args)
+
+    members = {"forward": forward, "backward": backward, "vmap": vmap}
+    if setup_context is not None:
+        members["setup_context"] = setup_context
+    namespace = {key: staticmethod(value) for key, value in members.items()}
+    function = type(f"TransformsOf_{name}", (torch.autograd.Function,), namespace)
+    return function.apply
 
 
 def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,11 @@
 """Attention under torch.vmap: each sample as if it were alone."""
 
+import contextlib
+
 import pytest
 import torch
 
+import mcp_kernels
 from mcp_kernels import flash_attn_func
 
 N, B, SQ, SK, H, D = 3, 2, 5, 7, 4, 6
@@ -99,3 +102,60 @@ def test_dropout_must_say_how_samples_differ():
     assert torch.equal(same[0], same[1])
     different = torch.vmap(call, randomness="different")(*alike)
     assert not torch.equal(different[0], different[1])
+
+
+def loss(q, k, v):
+    return flash_attn_func(q, k, v, causal=True).square().sum()
+
+
+def gradients_one_by_one(argnums):
+    leaves = [[t[i].clone().requires_grad_() for t in qkv()] for i in range(N)]
+    grads = [torch.autograd.grad(loss(*own), [own[n] for n in argnums]) for own in leaves]
+    return [torch.stack(parts) for parts in zip(*grads, strict=True)]
+
+
+def test_gradient_inside_the_map():
+    """Gradients of each sample, as torch.func writes them, on compiled bodies and references."""
+    for context in (contextlib.nullcontext, mcp_kernels.reference_only):
+        with context():
+            got = torch.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*qkv())
+        for grad, wanted in zip(got, gradients_one_by_one((0, 1, 2)), strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
+    twice = torch.vmap(torch.vmap(torch.func.grad(loss)))(*(t[:, :, None] for t in qkv()))
+    torch.testing.assert_close(twice.squeeze(2), gradients_one_by_one((0,))[0])
+
+
+@pytest.mark.parametrize("name", ["sink shared", "bias a sample"])
+def test_gradient_inside_the_map_with_more_leaves(name):
+    shared, mapped = EXTRAS[name]
+    ((key, extra),) = (shared | mapped).items()
+    in_dims = (0, 0, 0, None if shared else 0)
+
+    def call(q, k, v, extra):
+        return flash_attn_func(q, k, v, **{key: extra}).square().sum()
+
+    got = torch.vmap(torch.func.grad(call, argnums=(0, 3)), in_dims=in_dims)(*qkv(), extra)
+    for i in range(N):
+        q, k, v = (t[i].clone().requires_grad_() for t in qkv())
+        own = (extra if shared else extra[i]).clone().requires_grad_()
+        wanted = torch.autograd.grad(call(q, k, v, own), (q, own))
+        for grad, alone in zip(got, wanted, strict=True):
+            torch.testing.assert_close(grad[i], alone, rtol=1e-12, atol=1e-12)
+
+
+def test_second_gradients_and_jacobians():
+    q, k, v = (t[0] for t in qkv())
+
+    def steepness(q):
+        return torch.func.grad(loss)(q, k, v).square().sum()
+
+    leaf = q.clone().requires_grad_()
+    (first,) = torch.autograd.grad(loss(leaf, k, v), leaf, create_graph=True)
+    (wanted,) = torch.autograd.grad(first.square().sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(steepness)(q), wanted)
+
+    def out(q):
+        return flash_attn_func(q, k, v, causal=True)
+
+    by_torch = torch.autograd.functional.jacobian(out, q)
+    torch.testing.assert_close(torch.func.jacrev(out)(q), by_torch)

@@ -70,6 +70,8 @@ def second_gradients(
     Returns:
         Gradients of (dout, dlse, *leaves), None where there is none.
     """
+    if torch._C._are_functorch_transforms_active():
+        return _by_transforms(composite, leaves, dout, dlse, is_wanted, grads)
     with torch.enable_grad():
         # Fresh handles: leaves may be one tensor, and each place has a gradient of its own.
         leaves = [None if t is None else _handle(t) for t in leaves]
@@ -77,6 +79,38 @@ def second_gradients(
         wanted = [t if is_it else None for t, is_it in zip(leaves, is_wanted, strict=True)]
         first = _grad(composite(*leaves), wanted, (dout, dlse))
         return _grad(first, [dout, dlse, *leaves], grads)
+
+
+def _by_transforms(
+    composite: Callable[..., tuple[Tensor, Tensor]],
+    leaves: Sequence[Tensor | None],
+    dout: Tensor,
+    dlse: Tensor | None,
+    is_wanted: Sequence[bool],
+    grads: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    """``second_gradients`` inside torch.func, where no tensor may be made to require a gradient."""
+    given = [dout, dlse, *leaves]
+    at = [i for i, t in enumerate(given) if t is not None and t.is_floating_point()]
+    asked = [i for i in at if i >= 2 and is_wanted[i - 2] and grads[i - 2] is not None]
+    if not asked:
+        return [None] * len(given)
+
+    def first(*variables: Tensor) -> tuple[Tensor, ...]:
+        own = dict(enumerate(given)) | dict(zip(at, variables, strict=True))
+
+        def forward(*wanted: Tensor) -> tuple[Tensor, ...]:
+            inner = own | dict(zip(asked, wanted, strict=True))
+            out, lse = composite(*(inner[i] for i in range(2, len(given))))
+            return (out,) if dlse is None else (out, lse)
+
+        pull = torch.func.vjp(forward, *(own[i] for i in asked))[1]
+        return pull((own[0],) if dlse is None else (own[0], own[1]))
+
+    pull = torch.func.vjp(first, *(given[i] for i in at))[1]
+    found = pull(tuple(grads[i - 2] for i in asked))
+    by_place = dict(zip(at, found, strict=True))
+    return [by_place.get(i) for i in range(len(given))]
 
 
 def attention_probabilities(inputs: AttentionInputs, lse: Tensor) -> Tensor:
