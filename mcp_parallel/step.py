@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcp_parallel.config import Config
-from mcp_parallel.model.region import IGNORED
+from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import build_stages
+from mcp_parallel.parallel.tensor import build_token_loss
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class TrainingStep:
         )
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)
         self._tokens = _TokenCount(mesh)
-        self._region = self.stages[-1].model.region
+        self._token_loss = build_token_loss(config.model.vocab_size, mesh)
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
@@ -94,7 +95,7 @@ class TrainingStep:
         Dividing before backward by the global count is what makes gradients plain sums in every
         layout, unequal padding included.
         """
-        return self._region.cross_entropy(logits, targets) / self._tokens.total()
+        return self._token_loss(logits, targets) / self._tokens.total()
 
     def _totals(self, loss: Tensor, stop: bool) -> tuple[StepResult, bool]:
         """Squared norm, loss, stop flag and votes of all ranks, in one message.

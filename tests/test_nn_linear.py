@@ -138,28 +138,35 @@ def test_row_layer_is_the_whole_layer_cut_by_inputs(ranks, world):
             assert_grads(got_grads, grads)
 
 
-def run_embedding(rank, world, sequence):
+def make_table(num_rows):
     torch.manual_seed(0)
-    table = nn.Embedding(9, 3, padding_idx=4, dtype=torch.float64)
+    return nn.Embedding(num_rows, 3, padding_idx=4, dtype=torch.float64)
+
+
+def run_embedding(rank, world, num_rows, sequence):
+    table = make_table(num_rows)
     layer = VocabParallelEmbedding.from_embedding(table, sequence_parallel=sequence)
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 9
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) * 7 % num_rows
     y = layer(tokens)
     dy = draw(2, SEQUENCE, 3)
     (y * (part(dy, 1, rank, world) if sequence else dy)).sum().backward()
-    with pytest.raises(IndexError, match=r"tokens must be in \[0, 8\], got 0 to 9"):
-        layer(tokens + (tokens == 8).long())
+    top = num_rows - 1
+    with pytest.raises(
+        IndexError, match=rf"tokens must be in \[0, {top}\], got {top} to {top + 1}"
+    ):
+        layer(torch.tensor([top, top + 1, top, top]))
     return y.detach(), whole_grads(layer)["weight"], table(tokens).detach()
 
 
 @pytest.mark.parametrize("sequence", [True, False])
-def test_embedding_is_the_whole_table(ranks, sequence):
-    results = ranks.run(run_embedding, sequence)  # rows 3, 3, 3 and none on the last rank
-    torch.manual_seed(0)
-    table = nn.Embedding(9, 3, padding_idx=4, dtype=torch.float64)
-    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) % 9
+@pytest.mark.parametrize("world, num_rows", [(2, 37), (4, 37), (4, 5)])  # 4 of 5: 2, 2, 1 and none
+def test_embedding_is_the_whole_table(ranks, world, num_rows, sequence):
+    results = ranks.run(run_embedding, num_rows, sequence, ranks=world)
+    table = make_table(num_rows)
+    tokens = torch.arange(2 * SEQUENCE).view(2, SEQUENCE) * 7 % num_rows
     (table(tokens) * draw(2, SEQUENCE, 3)).sum().backward()
     for rank, (y, grad, whole) in enumerate(results):
-        assert torch.equal(y, part(whole, 1, rank, 4) if sequence else whole)
+        assert torch.equal(y, part(whole, 1, rank, world) if sequence else whole)
         torch.testing.assert_close(grad, table.weight.grad, **BOUND)
 
 

@@ -22,7 +22,7 @@ def make_shards(dtype=torch.float64):
     for name, shape in shapes.items():
         p = torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype))
         p.grad = torch.randn(shape, generator=generator, dtype=dtype)
-        shards.append(Shard(name, p, shape, (0,) * len(shape), True, False))
+        shards.append(Shard(name, p, counted_here=True, grad_partial_over_tp=False))
     return shards
 
 

@@ -30,7 +30,7 @@ from mcp_parallel import step
 from mcp_parallel.config import Config
 from mcp_parallel.data.corpus import open_corpus
 from mcp_parallel.launch.local import launch_local
-from mcp_parallel.model.region import IGNORED
+from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.parallel import gradients, parallelize, shards
 from mcp_parallel.parity.cases import MATRIX
 from mcp_parallel.parity.run import run_matrix
@@ -49,7 +49,7 @@ def counted_everywhere(shards):
 
 def mean_of_means(self, logits, targets):
     parts = self.config.train.global_batch_size // self.config.train.micro_batch_size
-    return self._region.cross_entropy(logits, targets) / (targets != IGNORED).sum() / parts
+    return self._token_loss(logits, targets) / (targets != IGNORED).sum() / parts
 
 class NoSum(gradients.GradientBuckets):
     def _launch(self):

@@ -33,13 +33,19 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> DTensor:
-        return _FromLocal.apply(grads[0], ctx.spec)  # pyright: ignore[reportReturnType]
+        if torch.is_grad_enabled():  # for a derivative of the gradient
+            return _FromLocal.apply(grads[0], ctx.spec)  # pyright: ignore[reportReturnType]
+        return _wrap(grads[0], ctx.spec)
+
+
+def _wrap(local: Tensor, spec: Any) -> DTensor:
+    return DTensor(local.contiguous(), spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grad: Tensor, spec: Any) -> DTensor:
-        return DTensor(grad.contiguous(), spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+        return _wrap(grad, spec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -92,11 +98,15 @@ def as_mesh(owner: str, group: Group, device_type: str | None) -> DeviceMesh | N
 
 
 def check_mesh(owner: str, mesh: DeviceMesh) -> None:
-    """Hold a mesh to one dim.
+    """Hold a mesh to one dim and to ranks that are in it.
 
     Raises:
-        ValueError: it has more; names the slices.
+        ValueError: it has more dims (names the slices), or this rank is not in it.
     """
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{owner}: mesh must hold this rank, {dist.get_rank()}, got {mesh}; call on its ranks"
+        )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
         slices = " or ".join(f"mesh[{name!r}]" for name in names) if names else "one dim of it"

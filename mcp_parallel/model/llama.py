@@ -5,9 +5,9 @@ Letters: B = batch, S = sequence (S' = S / tp between blocks under sequence para
 D = hidden size, H = heads, K = head size, F = feed-forward size, V = vocabulary. H, F and V are
 this rank's share under tensor parallelism.
 
-This file holds only the model. Weights enter and leave a tensor-parallel region through
-``self.region`` (see ``region.py``), which is the plain single-rank one until
-``parallel/tensor.py`` replaces it.
+This file holds only the model, in plain linear layers and one table. Tensor parallelism is applied
+from outside (``parallel/tensor.py``) and changes those layers, not this code; layers on one input
+are called together, so that it is gathered once for all of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from mcp_kernels import flash_attn_func
+from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.model.norm import rms_norm
-from mcp_parallel.model.region import Region, WholeRegion
 from mcp_parallel.model.remat import Remat
 from mcp_parallel.model.rotary import rotate
 
@@ -29,22 +29,21 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.region: Region = WholeRegion()
         self.head_size = config.hidden_size // config.num_heads
         self.rope_theta = config.rope_theta
         kv_size = config.num_kv_heads * self.head_size
-        self.wq = nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
-        self.wk = nn.Parameter(torch.empty(kv_size, config.hidden_size))
-        self.wv = nn.Parameter(torch.empty(kv_size, config.hidden_size))
-        self.wo = nn.Parameter(torch.empty(config.hidden_size, config.hidden_size))
+        self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
+        self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the whole sequence with this rank's heads."""
-        q, k, v = self.region.enter(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
+        q, k, v = apply_linears(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
         q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))  # [B, S, H, K]
         q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
         out = flash_attn_func(q, k, v, causal=True)
-        return self.region.leave(out.flatten(2), self.wo)
+        return self.wo(out.flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -52,15 +51,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.region: Region = WholeRegion()
-        self.w1 = nn.Parameter(torch.empty(config.ffn_size, config.hidden_size))
-        self.w3 = nn.Parameter(torch.empty(config.ffn_size, config.hidden_size))
-        self.w2 = nn.Parameter(torch.empty(config.hidden_size, config.ffn_size))
+        self.w1 = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.ffn_size, bias=False)
+        self.w2 = nn.Linear(config.ffn_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the gated projection with this rank's columns."""
-        gate, up = self.region.enter(x, [self.w1, self.w3])  # [B, S, F]
-        return self.region.leave(silu(gate) * up, self.w2)
+        gate, up = apply_linears(x, [self.w1, self.w3])  # [B, S, F]
+        return self.w2(silu(gate) * up)
 
 
 class RMSNorm(nn.Module):
@@ -100,22 +98,26 @@ class LlamaStage(nn.Module):
     """Blocks ``layers`` of the model, with the embedding and the head where this stage has them.
 
     Parameter names carry the global block number, so they are the same in every layout. With tied
-    embeddings a stage that has the head holds ``embed`` and no ``head``.
+    embeddings ``head`` and ``embed`` share one parameter, called after ``embed``; a stage that has
+    the head alone holds an ``embed`` that it does not call.
     """
 
     def __init__(
         self, config: ModelConfig, layers: range, *, has_embedding: bool, has_head: bool
     ) -> None:
         super().__init__()
-        self.region: Region = WholeRegion()
         self.has_embedding = has_embedding
         self.ties_embedding = config.tie_embeddings
-        tied_head = has_head and config.tie_embeddings
-        table = (config.vocab_size, config.hidden_size)
-        self.embed = nn.Parameter(torch.empty(table)) if has_embedding or tied_head else None
+        is_tied = has_head and config.tie_embeddings
+        sizes = (config.vocab_size, config.hidden_size)
+        self.embed = nn.Embedding(*sizes) if has_embedding or is_tied else None
         self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
         self.norm = RMSNorm(config) if has_head else None
-        self.head = nn.Parameter(torch.empty(table)) if has_head and not tied_head else None
+        self.head = nn.Linear(sizes[1], sizes[0], bias=False) if has_head else None
+        if is_tied:
+            assert self.embed is not None
+            assert self.head is not None
+            self.head.weight = self.embed.weight
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens ``[B, S]`` (first stage) or activations ``[B, S', D]`` in; logits
@@ -123,14 +125,21 @@ class LlamaStage(nn.Module):
         """  # noqa: D205
         if self.has_embedding:
             assert self.embed is not None
-            x = self.region.embed(x, self.embed)
+            x = self.embed(x)
         for block in self.blocks.values():
             x = block(x)
-        if self.norm is None:
+        if self.norm is None or self.head is None:
             return x
-        table = self.embed if self.head is None else self.head
-        assert table is not None
-        return self.region.enter(self.norm(x), [table])[0]
+        return self.head(self.norm(x))
+
+
+def stable_name(name: str) -> str:
+    """What a parameter is called in checkpoints and in its initial values' seed.
+
+    A matrix is called after its layer (``blocks.0.attn.wq``), whatever module holds it, so that
+    runs and checkpoints outlive a change of modules.
+    """
+    return name if name.endswith("norm.weight") else name.removesuffix(".weight")
 
 
 def whole_model(config: ModelConfig) -> LlamaStage:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
-from mcp_parallel.parallel.shards import Shard, is_sharded
+from mcp_parallel.parallel.shards import Shard, is_sharded, like_parameter, local_part
 
 # Size of an all-reduce: large enough to run at full bandwidth, small enough that the first starts
 # while backward still runs. 25 MB is what DDP found to be a good default.
@@ -49,14 +49,15 @@ class GradientBuckets:
 
     def _add(self, bucket: list[nn.Parameter]) -> None:
         index = len(self.buffers)
+        locals_ = [local_part(p.detach()) for p in bucket]
         buffer = torch.zeros(
-            sum(p.numel() for p in bucket), dtype=bucket[0].dtype, device=bucket[0].device
+            sum(t.numel() for t in locals_), dtype=bucket[0].dtype, device=bucket[0].device
         )
         slots, start = [], 0
-        for parameter in bucket:
-            view = buffer[start : start + parameter.numel()].view_as(parameter)
-            start += parameter.numel()
-            slots.append(_Slot(parameter, view))
+        for parameter, local in zip(bucket, locals_, strict=True):
+            view = buffer[start : start + local.numel()].view_as(local)
+            start += local.numel()
+            slots.append(_Slot(parameter, view, like_parameter(parameter, view)))
             hook = parameter.register_post_accumulate_grad_hook(
                 lambda _, slot=slots[-1]: self._arrived(index, slot)
             )
@@ -112,17 +113,20 @@ class _Slot:
 
     parameter: nn.Parameter
     view: Tensor
+    """This rank's part of the gradient."""
+    as_grad: Tensor
+    """The view in the parameter's layout."""
 
     def take(self) -> None:
         """Move the gradient into the bucket; one that never came is zero."""
         grad = self.parameter.grad
-        if grad is self.view:
+        if grad is self.as_grad:
             return
         if grad is None:
             self.view.zero_()
         else:
-            self.view.copy_(grad)
-        self.parameter.grad = self.view
+            self.view.copy_(local_part(grad))
+        self.parameter.grad = self.as_grad
 
 
 def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
@@ -130,7 +134,7 @@ def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
+        size = local_part(parameter.detach()).numel() * parameter.element_size()
         if not buckets or size > room:
             buckets.append([])
             room = BUCKET_BYTES

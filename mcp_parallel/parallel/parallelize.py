@@ -1,7 +1,7 @@
 """The one place that says in which order parallelism is applied to a model.
 
 1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
-2. tensor: cut each weight to this rank's part and give the layers their region;
+2. tensor: each layer becomes this rank's part of it, still without memory;
 3. activation checkpointing policy on each block;
 4. values: block by block, so that no more than one block is ever whole on a rank;
 5. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
@@ -20,16 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
 from mcp_parallel.model.init import fill_shard, parameter_std
-from mcp_parallel.model.llama import Attention, Block, FeedForward, LlamaStage, whole_model
+from mcp_parallel.model.llama import Block, LlamaStage, stable_name, whole_model
 from mcp_parallel.parallel.mesh import Mesh
-from mcp_parallel.parallel.shards import (
-    Shard,
-    empty_parameter,
-    is_sharded,
-    iter_shards,
-    tensor_rectangle,
-)
-from mcp_parallel.parallel.tensor import TensorRegion
+from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards
+from mcp_parallel.parallel.tensor import cut_layers
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 
@@ -49,7 +43,7 @@ def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Whole shape of every parameter of the model, by name, in a fixed order."""
     with torch.device("meta"):
         model = whole_model(config)
-    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return {stable_name(name): tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
@@ -60,7 +54,6 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """
     layout = mesh.layout
     ranges = split_layers(config.model.num_layers, layout.num_stages)
-    shapes = global_shapes(config.model)
     stages = []
     for index in range(mesh.coordinate.pp, layout.num_stages, layout.pp):
         is_first, is_last = index == 0, index == layout.num_stages - 1
@@ -68,66 +61,55 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
             model = LlamaStage(
                 config.model, ranges[index], has_embedding=is_first, has_head=is_last
             )
-        _cut_weights(model, shapes, mesh, DTYPES[config.train.precision])
-        _set_regions(model, config, mesh)
+        model.to(DTYPES[config.train.precision])
+        cut_layers(model, mesh)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing
-        _give_values_and_shard(model, shapes, config, mesh)
+        _give_values_and_shard(model, config, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
-        shards = list(iter_shards(model, shapes, mesh, is_tied_copy=tied_copy))
+        shards = list(iter_shards(model, mesh, is_tied_copy=tied_copy))
         stages.append(Stage(index, model, shards, is_first, is_last))
     return stages
 
 
-def _cut_weights(
-    model: nn.Module, shapes: dict[str, tuple[int, ...]], mesh: Mesh, dtype: torch.dtype
-) -> None:
-    for name, _ in list(model.named_parameters()):
-        _, sizes = tensor_rectangle(name, shapes[name], mesh.layout.tp, mesh.coordinate.tp)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, empty_parameter(sizes, dtype))
-
-
-def _set_regions(model: nn.Module, config: Config, mesh: Mesh) -> None:
-    group = mesh.group("tp")
-    if group is None:
-        return
-    region = TensorRegion(
-        group, config.model.vocab_size, sequence_parallel=mesh.layout.sequence_parallel
-    )
-    for module in model.modules():
-        if isinstance(module, LlamaStage | Attention | FeedForward):
-            module.region = region
-
-
-def _give_values_and_shard(
-    model: LlamaStage, shapes: dict[str, tuple[int, ...]], config: Config, mesh: Mesh
-) -> None:
+def _give_values_and_shard(model: LlamaStage, config: Config, mesh: Mesh) -> None:
     for layer, block in model.blocks.items():
-        _give_values(block, f"blocks.{layer}.", shapes, config, mesh)
+        _give_values(block, f"blocks.{layer}.", config, mesh)
         if is_sharded(mesh.layout):
             _shard(block, mesh, free_after_forward=mesh.layout.zero == 3)
-    _give_values(model, "", shapes, config, mesh)
+    _give_values(model, "", config, mesh)
     if is_sharded(mesh.layout):
         # Embedding, last norm and head: the last forward use is just before the first backward one.
         _shard(model, mesh, free_after_forward=False)
 
 
-def _give_values(
-    module: nn.Module, prefix: str, shapes: dict[str, tuple[int, ...]], config: Config, mesh: Mesh
-) -> None:
+def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> None:
     """Allocate and fill the parameters of ``module`` that have no memory yet."""
-    for relative, parameter in list(module.named_parameters()):
-        if not parameter.is_meta:
-            continue
-        name = prefix + relative
-        offsets, sizes = tensor_rectangle(name, shapes[name], mesh.layout.tp, mesh.coordinate.tp)
-        values = torch.empty(sizes, dtype=parameter.dtype, device=mesh.device)
-        std = parameter_std(name, config.model)
-        fill_shard(values, name, shapes[name], offsets, seed=config.train.seed, std=std)
-        owner, _, leaf = relative.rpartition(".")
-        setattr(module.get_submodule(owner), leaf, nn.Parameter(values))
+    made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is made once
+    for owner_name, owner in module.named_modules():
+        for leaf, parameter in owner._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in made:
+                full_name = f"{prefix}{owner_name}.{leaf}"
+                made[parameter] = _initial(parameter, stable_name(full_name), config, mesh)
+            owner.register_parameter(leaf, made[parameter])
+
+
+def _initial(parameter: nn.Parameter, name: str, config: Config, mesh: Mesh) -> nn.Parameter:
+    """``parameter`` with memory and the values that its name and place give it."""
+    values = nn.Parameter(torch.empty_like(parameter, device=mesh.device))
+    shard = Shard(name, values, counted_here=True, grad_partial_over_tp=False)
+    fill_shard(
+        shard.local,
+        name,
+        shard.global_shape,
+        shard.offsets,
+        seed=config.train.seed,
+        std=parameter_std(name, config.model),
+    )
+    return values
 
 
 def _shard(module: nn.Module, mesh: Mesh, *, free_after_forward: bool) -> None:

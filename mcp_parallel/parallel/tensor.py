@@ -1,99 +1,85 @@
-"""Tensor parallelism: which dim of each weight is split, and the region that talks over it.
+"""Tensor parallelism of the model: how each layer is cut, and the loss over cut logits.
 
 Source: Shoeybi et al., "Megatron-LM" (2019); sequence parallelism: Korthikanti et al. (2022).
-The matmuls with their collectives are ``mcp_kernels`` ops; weights here are plain local shards
-whose place in the whole is kept in ``Shard`` records (see ``shards.py``).
+Layers become those of ``mcp_kernels.nn``, with DTensor weights: where a weight's part lies in the
+whole is read from the weight itself (see ``shards.py``) and written down nowhere else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn.functional import embedding, linear, pad
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from mcp_kernels import (
-    all_gather_matmul,
-    all_reduce,
-    copy_to_group,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-    reduce_scatter,
-)
+from mcp_kernels.nn import ColumnParallel, RowParallel, parallelize
+from mcp_kernels.nn.parallel_style import TensorParallelStyle
 from mcp_parallel.layout import split_dim
-from mcp_parallel.model.region import IGNORED
+from mcp_parallel.model.loss import IGNORED, token_loss
+from mcp_parallel.parallel.mesh import Mesh
 
-SEQUENCE_DIM = 1
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
+"""(logits ``[b, S, V]``, targets ``[b, S]``) -> summed loss ``[]``; V is this rank's share."""
 
-# Last part of a parameter's name -> the dim that tensor parallelism splits. Column-parallel weights
-# [out, in] split rows, row-parallel ones columns, vocabulary tables rows; norms are whole.
-SPLIT_DIM = {
-    "wq": 0,
-    "wk": 0,
-    "wv": 0,
-    "wo": 1,
-    "w1": 0,
-    "w3": 0,
-    "w2": 1,
-    "embed": 0,
-    "head": 0,
-}
+# Last part of a layer's name: whose input features are cut. All other layers are cut by outputs,
+# attention by whole heads, which ``check`` has seen to.
+ROW_PARALLEL = ("wo", "w2", "embed")
 
 
-def split_dim_of(name: str) -> int | None:
-    """The dim of parameter ``name`` that is split over tp; None for a replicated parameter."""
-    return SPLIT_DIM.get(name.rsplit(".", 1)[-1])
+def cut_layers(model: nn.Module, mesh: Mesh) -> None:
+    """Lay the layers of ``model`` over this rank's tensor-parallel group, in place.
+
+    Norms are replicated. Under sequence parallelism each rank's gradient of a norm covers its own
+    part of the sequence: ``Gradients`` sums those once a step.
+    """
+    if mesh.layout.tp == 1:
+        return
+    assert mesh.device_mesh is not None
+    is_cut = mesh.layout.sequence_parallel
+    column, row = ColumnParallel(sequence_parallel=is_cut), RowParallel(sequence_parallel=is_cut)
+    plan: dict[str, TensorParallelStyle] = {
+        name: row if name.rpartition(".")[2] in ROW_PARALLEL else column
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+    parallelize(model, plan, mesh.device_mesh["tp"])
 
 
-class TensorRegion:
-    """``Region`` over a tensor-parallel group, with or without sequence parallelism."""
+def build_token_loss(vocab_size: int, mesh: Mesh) -> TokenLoss:
+    """``token_loss`` for logits as the model leaves them on this rank."""
+    group = mesh.group("tp")
+    if group is None:
+        return token_loss
+    start, _ = split_dim(vocab_size, group.size(), group.rank())
+    return partial(vocab_parallel_loss, vocab_start=start, group=group)
 
-    def __init__(
-        self, group: dist.ProcessGroup, vocab_size: int, *, sequence_parallel: bool
-    ) -> None:
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.vocab_start, _ = split_dim(vocab_size, group.size(), group.rank())
 
-    def enter(self, x: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
-        """See ``Region.enter``; gathers the sequence first under sequence parallelism."""
-        if self.sequence_parallel:
-            return list(
-                all_gather_matmul(x, list(weights), group=self.group, gather_dim=SEQUENCE_DIM)
-            )
-        x = copy_to_group(x, group=self.group)
-        return [linear(x, weight) for weight in weights]
+def vocab_parallel_loss(
+    logits: Tensor, targets: Tensor, *, vocab_start: int, group: dist.ProcessGroup
+) -> Tensor:
+    """``token_loss`` over logits whose vocabulary is cut over ``group``.
 
-    def leave(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See ``Region.leave``; scatters the sequence under sequence parallelism."""
-        if self.sequence_parallel:
-            return matmul_reduce_scatter(x, weight, group=self.group, scatter_dim=SEQUENCE_DIM)
-        return matmul_all_reduce(x, weight, group=self.group)
+    Args:
+        logits: ``[B, S, V]``, this rank's part of the vocabulary; V may be 0.
+        targets: int64 ``[B, S]``, numbers of the whole vocabulary.
+        vocab_start: first of this rank's part.
+        group: the ranks that share the vocabulary.
 
-    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
-        """See ``Region.embed``; each rank looks up the rows it holds, the sum completes them."""
-        local = tokens - self.vocab_start
-        elsewhere = (local < 0) | (local >= table.shape[0])
-        if table.shape[0] == 0:
-            # More ranks than rows: a row that nobody asks for keeps this rank in the backward.
-            table = pad(table, (0, 0, 0, 1))
-        rows = embedding(local.masked_fill(elsewhere, 0), table)
-        rows = rows.masked_fill(elsewhere[..., None], 0)
-        if self.sequence_parallel:
-            return reduce_scatter(rows, group=self.group, scatter_dim=SEQUENCE_DIM)
-        return all_reduce(rows, group=self.group)
+    Returns:
+        ``[]``, the same on every rank.
 
-    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """See ``Region.cross_entropy``; ``logits`` hold this rank's part of the vocabulary."""
-        if logits.shape[-1] == 0:
-            logits = pad(logits, (0, 1), value=-math.inf)
-        return _VocabParallelCrossEntropy.apply(
-            logits.flatten(0, 1), targets.flatten(), self.vocab_start, self.group
-        )  # pyright: ignore[reportReturnType]
+    Cost: two all-reduces, of ``B S`` and ``2 B S`` values.
+    """
+    if logits.shape[-1] == 0:
+        logits = pad(logits, (0, 1), value=-math.inf)
+    return _VocabParallelCrossEntropy.apply(
+        logits.flatten(0, 1), targets.flatten(), vocab_start, group
+    )  # pyright: ignore[reportReturnType]
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):

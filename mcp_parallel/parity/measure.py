@@ -12,7 +12,7 @@ from torch import Tensor
 from mcp_parallel.config import Config
 from mcp_parallel.data.batch import BatchSource
 from mcp_parallel.data.corpus import Corpus
-from mcp_parallel.model.region import IGNORED
+from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
 from mcp_parallel.parallel.parallelize import DTYPES, global_shapes
