@@ -173,6 +173,20 @@ def test_norm_gradient():
     )
 
 
+@pytest.mark.parametrize("size", [1e-12, 1.0, 1e16])
+def test_norm_gradient_at_every_size_of_float32(size):
+    """Against float64 on the same values; the gradient of x has x's size inverted."""
+    generator = torch.Generator().manual_seed(6)
+    x, dy = torch.randn(2, 4, 33, generator=generator)
+    weight = 1 + 0.1 * torch.randn(33, generator=generator)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = (x * size).to(dtype).requires_grad_()
+        found += torch.autograd.grad(rms_norm(leaf, weight.to(dtype), 1e-30), leaf, dy.to(dtype))
+    # Sums of 33 products and a dozen roundings, of terms that are each as large as |dy| / |x|.
+    torch.testing.assert_close(found[0].double() * size, found[1] * size, rtol=0, atol=2e-5)
+
+
 def test_rotation_gradient():
     x = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: rotate(t, 100.0), x)

@@ -27,7 +27,7 @@ from typing_extensions import Self
 
 from mcp_kernels.nn._layer import TensorParallelLayer, check_even_sequence
 from mcp_kernels.nn._replicated import gather_features, split_features
-from mcp_kernels.nn.sharding import Group, describe, to_local
+from mcp_kernels.nn.sharding import Group, describe, to_locals
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
 from mcp_kernels.ops.collectives import copy_to_group
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
@@ -55,15 +55,6 @@ class _ParallelLinear(TensorParallelLayer, nn.Linear):
         has_bias = module.bias is not None
         nn.Linear.__init__(layer, module.in_features, module.out_features, has_bias, device="meta")
         return layer
-
-    def _local(self) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.weight, self.bias
-        if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:
-            raise RuntimeError(
-                f"{type(self).__name__}: weight must be gathered from fully_shard's ranks, got "
-                f"{describe(weight)}; call the module that was given to fully_shard"
-            )
-        return to_local(weight), None if bias is None else to_local(bias)
 
     def extra_repr(self) -> str:
         """What ``print(module)`` shows."""
@@ -250,7 +241,7 @@ class RowParallelLinear(_ParallelLinear):
             ValueError: the input has another number of features, or a sequence that the ranks do
                 not divide under ``sequence_parallel``.
         """
-        weight, bias = self._local()
+        (weight,), (bias,) = _local_parameters([self])
         group = self.group
         is_whole = group is None or not self.input_is_parallel
         expected = self.in_features if is_whole else weight.shape[1]
@@ -296,7 +287,7 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     if is_plain or (len(layers) > 1 and any(map(_has_hooks, layers))):
         return [layer(x) for layer in layers]
     columns = _check_together(layers, x)
-    weights, biases = zip(*(layer._local() for layer in columns), strict=True)
+    weights, biases = _local_parameters(columns)
     group = first.group
     if group is None:
         ys = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -307,6 +298,23 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
         copied = copy_to_group(x, group=group)
         ys = [linear(copied, w, b) for w, b in zip(weights, biases, strict=True)]
     return [_finish(layer, y, group) for layer, y in zip(columns, ys, strict=True)]
+
+
+def _local_parameters(
+    layers: Sequence[_ParallelLinear],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """(weights, biases) of this rank."""
+    for layer in layers:
+        weight = layer.weight
+        if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:
+            raise RuntimeError(
+                f"{type(layer).__name__}: weight must be gathered from fully_shard's ranks, got "
+                f"{describe(weight)}; call the module that was given to fully_shard"
+            )
+    with_bias = [layer for layer in layers if layer.bias is not None]
+    locals_ = to_locals([layer.weight for layer in layers] + [x.bias for x in with_bias])
+    biases = iter(locals_[len(layers) :])
+    return locals_[: len(layers)], [None if x.bias is None else next(biases) for x in layers]
 
 
 def _has_hooks(layer: nn.Module) -> bool:

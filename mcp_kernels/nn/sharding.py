@@ -21,21 +21,26 @@ Group = dist.ProcessGroup | DeviceMesh | None
 
 
 class _ToLocal(torch.autograd.Function):
-    """``DTensor.to_local`` whose gradient is put together without DTensor's checks.
+    """``DTensor.to_local`` of several, whose gradients are put together without DTensor's checks.
 
-    On CPU that is 25 us for a parameter and its gradient where ``to_local`` takes 85 us.
+    On CPU that is 25 to 35 us for a parameter and its gradient where ``to_local`` takes 100 us.
     """
 
     @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
+    def forward(ctx: Any, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.specs = [parameter._spec for parameter in parameters]
+        locals_ = [parameter._local_tensor for parameter in parameters]
+        return tuple(local.view_as(local) for local in locals_)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> DTensor:
-        if torch.is_grad_enabled():  # for a derivative of the gradient
-            return _FromLocal.apply(grads[0], ctx.spec)  # pyright: ignore[reportReturnType]
-        return _wrap(grads[0], ctx.spec)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Only a derivative of the gradient needs a node of its own.
+        wrap = _FromLocal.apply if torch.is_grad_enabled() else _wrap
+        return tuple(
+            None if grad is None else wrap(grad, spec)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        )  # pyright: ignore[reportReturnType]
 
 
 def _wrap(local: Tensor, spec: Any) -> DTensor:
@@ -59,13 +64,27 @@ def to_local(parameter: Tensor) -> Tensor:
     The gradient that arrives at the part is that of the DTensor's part. Where the DTensor is
     replicated it must be the same on all ranks; ``copy_to_group`` sums parts that are not.
     """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.compiler.is_compiling():
-        return parameter.to_local()  # what the compiler can trace
-    if not torch.is_grad_enabled() or not parameter.requires_grad:
-        return parameter._local_tensor
-    return _ToLocal.apply(parameter)  # pyright: ignore[reportReturnType]
+    return to_locals([parameter])[0]
+
+
+def to_locals(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """``to_local`` of each; those that need gradients share one step of autograd."""
+    tracked: dict[int, DTensor] = {}
+    parts = list(parameters)
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, DTensor):
+            continue
+        if torch.compiler.is_compiling():
+            parts[index] = parameter.to_local()  # what the compiler can trace
+        elif parameter.requires_grad and torch.is_grad_enabled():
+            tracked[index] = parameter
+        else:
+            parts[index] = parameter._local_tensor
+    if tracked:
+        views = _ToLocal.apply(*tracked.values())
+        for index, view in zip(tracked, views, strict=True):
+            parts[index] = view
+    return parts
 
 
 def as_mesh(owner: str, group: Group, device_type: str | None) -> DeviceMesh | None:
