@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy, silu
 
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.model import rotary
 from mcp_parallel.model.llama import LlamaStage, stable_name
 from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.rotary import rotate
@@ -190,6 +191,19 @@ def test_norm_gradient_at_every_size_of_float32(size):
 def test_rotation_gradient():
     x = torch.randn(2, 5, 3, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda t: rotate(t, 100.0), x)
+
+
+@pytest.mark.parametrize("heads, size", [(3, 4), (2, 32), (1, 2)])
+def test_narrow_heads_turn_as_wide_ones_do_bit_for_bit(monkeypatch, heads, size):
+    x = torch.randn(2, 5, heads, size, generator=torch.Generator().manual_seed(4))
+    dy = torch.randn(2, 5, heads, size, generator=torch.Generator().manual_seed(5))
+    results = []
+    for limit in (32, 0):
+        monkeypatch.setattr(rotary, "NARROW_HEAD", limit)
+        leaf = x.clone().requires_grad_()
+        y = rotate(leaf, 100.0, start=2)
+        results.append((y, *torch.autograd.grad(y, leaf, dy)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():

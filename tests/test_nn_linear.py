@@ -314,8 +314,8 @@ def test_errors_say_what_is_wrong_and_what_to_do(ranks):
             "them"
         ),
         (
-            "apply_linears: layers must have one group, sequence_parallel and sequence_dim, got 2 "
-            "kinds; call them one by one"
+            "apply_linears: layers must have one group, sequence_parallel and sequence_dim, got "
+            "several; call them one by one"
         ),
         (
             "ColumnParallelLinear: module must hold whole parameters, got a DTensor (S(0)); it is "

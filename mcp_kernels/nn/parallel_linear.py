@@ -304,17 +304,18 @@ def _local_parameters(
     layers: Sequence[_ParallelLinear],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
     """(weights, biases) of this rank."""
-    for layer in layers:
-        weight = layer.weight
+    parameters = [layer.weight for layer in layers]
+    for weight in parameters:
         if isinstance(weight, DTensor) and weight.device_mesh.ndim > 1:
             raise RuntimeError(
-                f"{type(layer).__name__}: weight must be gathered from fully_shard's ranks, got "
-                f"{describe(weight)}; call the module that was given to fully_shard"
+                f"{type(layers[0]).__name__}: weight must be gathered from fully_shard's ranks, "
+                f"got {describe(weight)}; call the module that was given to fully_shard"
             )
-    with_bias = [layer for layer in layers if layer.bias is not None]
-    locals_ = to_locals([layer.weight for layer in layers] + [x.bias for x in with_bias])
-    biases = iter(locals_[len(layers) :])
-    return locals_[: len(layers)], [None if x.bias is None else next(biases) for x in layers]
+    biases: list[Tensor | None] = [layer.bias for layer in layers]
+    parameters += [bias for bias in biases if bias is not None]
+    locals_ = to_locals(parameters)
+    found = iter(locals_[len(layers) :])
+    return locals_[: len(layers)], [None if bias is None else next(found) for bias in biases]
 
 
 def _has_hooks(layer: nn.Module) -> bool:
@@ -328,7 +329,8 @@ def _finish(layer: ColumnParallelLinear, y: Tensor, group: ProcessGroup | None) 
 
 
 def _check_together(layers: Sequence[nn.Linear], x: Tensor) -> list[ColumnParallelLinear]:
-    columns, kinds = [], set()
+    first, columns = layers[0], []
+    assert isinstance(first, ColumnParallelLinear)
     for layer in layers:
         if not isinstance(layer, ColumnParallelLinear):
             raise ValueError(
@@ -339,11 +341,20 @@ def _check_together(layers: Sequence[nn.Linear], x: Tensor) -> list[ColumnParall
             raise ValueError(
                 f"ColumnParallelLinear: x must have {layer.in_features} features, got {x.shape[-1]}"
             )
+        if layer is not first and not _is_same_kind(layer, first):
+            raise ValueError(
+                "apply_linears: layers must have one group, sequence_parallel and sequence_dim, "
+                "got several; call them one by one"
+            )
         columns.append(layer)
-        kinds.add((layer.group, layer.sequence_parallel, layer.sequence_dim))
-    if len(kinds) > 1:
-        raise ValueError(
-            "apply_linears: layers must have one group, sequence_parallel and sequence_dim, got "
-            f"{len(kinds)} kinds; call them one by one"
-        )
     return columns
+
+
+def _is_same_kind(layer: ColumnParallelLinear, other: ColumnParallelLinear) -> bool:
+    if (layer.sequence_parallel, layer.sequence_dim) != (
+        other.sequence_parallel,
+        other.sequence_dim,
+    ):
+        return False
+    meshes = [getattr(each.weight, "device_mesh", None) for each in (layer, other)]
+    return meshes[0] is meshes[1] or layer.group is other.group

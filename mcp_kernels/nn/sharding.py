@@ -44,7 +44,8 @@ class _ToLocal(torch.autograd.Function):
 
 
 def _wrap(local: Tensor, spec: Any) -> DTensor:
-    return DTensor(local.contiguous(), spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+    # Without __init__, which does nothing and is slow to say so: it turns torch.compile off and on.
+    return DTensor.__new__(DTensor, local.contiguous(), spec, requires_grad=False)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -69,22 +70,19 @@ def to_local(parameter: Tensor) -> Tensor:
 
 def to_locals(parameters: Sequence[Tensor]) -> list[Tensor]:
     """``to_local`` of each; those that need gradients share one step of autograd."""
-    tracked: dict[int, DTensor] = {}
-    parts = list(parameters)
-    for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, DTensor):
-            continue
-        if torch.compiler.is_compiling():
-            parts[index] = parameter.to_local()  # what the compiler can trace
-        elif parameter.requires_grad and torch.is_grad_enabled():
-            tracked[index] = parameter
-        else:
-            parts[index] = parameter._local_tensor
-    if tracked:
-        views = _ToLocal.apply(*tracked.values())
-        for index, view in zip(tracked, views, strict=True):
-            parts[index] = view
-    return parts
+    if torch.compiler.is_compiling():  # what the compiler can trace
+        return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    tracks = torch.is_grad_enabled()
+    tracked = [p for p in parameters if tracks and isinstance(p, DTensor) and p.requires_grad]
+    views = iter(_ToLocal.apply(*tracked) if tracked else ())
+    return [
+        p
+        if not isinstance(p, DTensor)
+        else next(views)
+        if tracks and p.requires_grad
+        else p._local_tensor
+        for p in parameters
+    ]
 
 
 def as_mesh(owner: str, group: Group, device_type: str | None) -> DeviceMesh | None:
