@@ -1,4 +1,8 @@
-"""The body of ``all_gather_matmul`` on GPUs that reach each other: the fused kernel."""
+"""The body of ``all_gather_matmul`` on GPUs that reach each other.
+
+Small and middle inputs go through the fused kernel, tall ones through copies and cuBLAS on two
+streams.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,11 @@ from mcp_kernels.ops._linear import linear
 from mcp_kernels.symmetric.channel import channel
 from mcp_kernels.symmetric.peers import Peers
 from mcp_kernels.triton.all_gather_matmul_launch import all_gather_matmul as launch
+from mcp_kernels.triton.all_gather_steps import fits, gather_on_streams
 from mcp_kernels.triton.matmul_reduce_launch import Product
+
+# Rows of a rank whose product still fills a GPU of 132 multiprocessors at 4096 features.
+MIN_ROWS = 1024
 
 
 def all_gather_matmul(
@@ -54,8 +62,12 @@ def gather(
     gathered = x.new_empty(count, x.shape[-1]) if keeps else None
     y = x.new_empty(count, weights[0].shape[0])
     if count:
-        product = Product(rows, weights[0], biases[0] if biases else None)
-        launch(product, y, gathered, peers, part_rows=part)
+        bias = biases[0] if biases else None
+        if part >= MIN_ROWS and fits(part, x.shape[-1], x.element_size(), peers):
+            gathered = x.new_empty(count, x.shape[-1]) if gathered is None else gathered
+            gather_on_streams(rows, weights[0], bias, y, gathered, peers, part)
+        else:
+            launch(Product(rows, weights[0], bias), y, gathered, peers, part_rows=part)
     ys = [y]
     if gathered is not None:
         given = biases or [None] * len(weights)

@@ -13,6 +13,7 @@ import torch
 from mcp_kernels.symmetric.layout import Layout
 from mcp_kernels.symmetric.peers import Peers
 from mcp_kernels.triton import all_gather_matmul_launch as gather
+from mcp_kernels.triton import all_gather_steps as steps
 from mcp_kernels.triton import matmul_reduce_launch as reduce
 from mcp_kernels.triton.cubin import Resources, compile_launch_with_ptx
 from mcp_kernels.triton.symmetric_launch import Launch
@@ -59,6 +60,8 @@ def launches(arch: int) -> dict[str, Launch]:
         "scatter": _reduction(reduce.SCATTER, 4096, bf16),
         "all_gather": _gather(),
         "small": _reduction(reduce.ONE_SHOT, 1, bf16),
+        "offer": steps.offer_launch(_product(1024, bf16).x, _peers(0)),
+        "pull": steps.pull_launch(torch.empty(1024, 2048, dtype=bf16), 1, _peers(0)),
         "float32": _reduction(reduce.TWO_SHOT, 4096, torch.float32),
     }
     if arch >= 90:
