@@ -120,8 +120,8 @@ BUGS = {
     ),
     "no wait for the products": (
         ONE_SHOT,
-        "alive = wait_all(own, error, at, epoch, WORLD, LANES, TIMEOUT_NS)\n            m, n",
-        "pass\n            m, n",
+        "alive = wait_all(own, error, at, epoch, WORLD, LANES, TIMEOUT_NS)\n            n, first",
+        "pass\n            n, first",
     ),
     "no wait for the sums": (
         TWO_SHOT,

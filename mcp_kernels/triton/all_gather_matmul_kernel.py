@@ -97,7 +97,7 @@ def _push(
 ):  # fmt: skip
     """This program's share of the rank's rows into the slot of rank ``to``, with their flags."""
     rows, window = _rows_of(rank, cut), cut[3]
-    target = _slot(buffers, to, slot_at, TYPE) + (rank * window).to(tl.int64) * K
+    target = _slot(buffers, to, slot_at, TYPE) + (tl.zeros((), tl.int64) + rank * window) * K
     for piece in range(program, tl.cdiv(rows, PUSH), num_programs):
         _copy_rows(target, K, x, strides[0], strides[1], piece * PUSH, rows, K, PUSH, BLOCK_C)
         if alive != 0:

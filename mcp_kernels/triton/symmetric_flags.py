@@ -93,7 +93,9 @@ def _poll(flags, expected, LANES: tl.constexpr, TIMEOUT_NS: tl.constexpr):
 def _report(own, error, first_missing, epoch):
     """The error word: bit 63, the missing rank in bits 40..55, the epoch; and stop later calls."""
     low = epoch & 0xFFFFFFFFFF
-    tl.store(error, (-0x7FFFFFFFFFFFFFFF - 1) | (first_missing.to(tl.int64) << 40) | low)
+    tl.store(
+        error, (-0x7FFFFFFFFFFFFFFF - 1) | ((tl.zeros((), tl.int64) + first_missing) << 40) | low
+    )
     tl.store(own + DEAD, epoch)
 
 

@@ -21,11 +21,11 @@ from mcp_kernels.triton.symmetric_launch import Launch
 _WORLD = 4
 
 
-def _peers(multicast: int) -> Peers:
+def _peers(multicast: int, rank: int = 0) -> Peers:
     layout = Layout(_WORLD, 1025, 16 << 20)
     table = torch.zeros(_WORLD, dtype=torch.int64)
     error = torch.zeros(1, dtype=torch.int64)
-    return Peers(0, layout, table, error, 10**10, 132, multicast)
+    return Peers(rank, layout, table, error, 10**10, 132, multicast)
 
 
 def _reduction(form: int, rows: int, dtype: torch.dtype, multicast: int = 0) -> Launch:
@@ -36,7 +36,7 @@ def _reduction(form: int, rows: int, dtype: torch.dtype, multicast: int = 0) -> 
     parts = (rows, -(-rows // _WORLD), 0, rows, down, across, reduce.GROUP_M)
     tiles = down * across
     per_owner = tiles if form == reduce.ONE_SHOT else -(-tiles // _WORLD)
-    peers = _peers(multicast)
+    peers = _peers(multicast, rank=int(rows == 1))  # a 1 is a constant to a launch
     return reduce.launch_of(product, y, peers, form, tile, parts, tiles, per_owner)
 
 
@@ -48,7 +48,7 @@ def _product(rows: int, dtype: torch.dtype) -> reduce.Product:
 def _gather() -> Launch:
     y = torch.empty(4096, 4096, dtype=torch.bfloat16)
     gathered = torch.empty(4096, 2048, dtype=torch.bfloat16)
-    return next(gather.launches(_product(1024, torch.bfloat16), y, gathered, _peers(0)))
+    return next(gather.launches(_product(1024, torch.bfloat16), y, gathered, _peers(0, rank=1)))
 
 
 def launches(arch: int) -> dict[str, Launch]:
@@ -60,8 +60,8 @@ def launches(arch: int) -> dict[str, Launch]:
         "scatter": _reduction(reduce.SCATTER, 4096, bf16),
         "all_gather": _gather(),
         "small": _reduction(reduce.ONE_SHOT, 1, bf16),
-        "offer": steps.offer_launch(_product(1024, bf16).x, _peers(0)),
-        "pull": steps.pull_launch(torch.empty(1024, 2048, dtype=bf16), 1, _peers(0)),
+        "offer": steps.offer_launch(_product(1024, bf16).x, _peers(0, rank=1)),
+        "pull": steps.pull_launch(torch.empty(1024, 2048, dtype=bf16), 1, _peers(0, rank=1)),
         "float32": _reduction(reduce.TWO_SHOT, 4096, torch.float32),
     }
     if arch >= 90:
