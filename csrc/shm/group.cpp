@@ -12,18 +12,10 @@ namespace mcp::shm {
 namespace {
 
 const char* name_of(Op op) {
-  constexpr const char* kNames[] = {"all_reduce",
-                                    "reduce",
-                                    "reduce_scatter",
-                                    "all_gather",
-                                    "broadcast",
-                                    "all_to_all",
-                                    "scatter",
-                                    "gather",
-                                    "barrier",
-                                    "matmul_all_reduce",
-                                    "matmul_reduce_scatter",
-                                    "all_gather_matmul"};
+  constexpr const char* kNames[] = {
+      "all_reduce",       "reduce",  "reduce_scatter", "all_gather", "broadcast",
+      "all_to_all",       "scatter", "gather",         "barrier",    "matmul_reduce_scatter",
+      "all_gather_matmul"};
   return kNames[static_cast<int>(op)];
 }
 
@@ -35,7 +27,7 @@ bool has_root(Op op) {
   return op == Op::kReduce || op == Op::kBroadcast || op == Op::kScatter || op == Op::kGather;
 }
 
-bool is_fused(Op op) { return op >= Op::kMatmulAllReduce; }
+bool is_fused(Op op) { return op >= Op::kMatmulReduceScatter; }
 
 std::string seconds_text(double seconds) {
   char text[32];

@@ -42,7 +42,6 @@ enum class Op : uint8_t {
   kScatter,
   kGather,
   kBarrier,
-  kMatmulAllReduce,
   kMatmulReduceScatter,
   kAllGatherMatmul
 };

@@ -19,7 +19,6 @@ char* at(Address address) { return reinterpret_cast<char*>(address); }
 void add_workspace(py::module_& m) {
   using Released = py::call_guard<py::gil_scoped_release>;
   py::enum_<Op>(m, "Op", "Calls that a workspace serves.")
-      .value("matmul_all_reduce", Op::kMatmulAllReduce)
       .value("matmul_reduce_scatter", Op::kMatmulReduceScatter)
       .value("all_gather_matmul", Op::kAllGatherMatmul);
   m.attr("DEPTH") = kDepth;

@@ -27,10 +27,7 @@ SLOT_BYTES = (128 << 10, 2 << 20)
 _RECORD = 256  # bytes of what ranks tell each other: a segment's name, or why there is none
 _FAILED = "!"
 _MOST_VIEWS = 512
-_OPS = {
-    name: getattr(_shm.Op, name)
-    for name in ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
-}
+_OPS = {name: getattr(_shm.Op, name) for name in ("matmul_reduce_scatter", "all_gather_matmul")}
 
 
 @dataclass(slots=True)

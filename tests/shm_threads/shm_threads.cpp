@@ -289,7 +289,7 @@ class Rank {
     const size_t first = is_part ? std::min(rows, part * rank_) : 0;
     const size_t count = is_part ? std::min(part, rows - first) : rows;
     std::vector<float> out(count * columns), bias = values(99, call_, columns);
-    SumCall call{Op::kMatmulAllReduce,
+    SumCall call{Op::kMatmulReduceScatter,
                  Type::kFloat32,
                  rows,
                  columns,
