@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow|divide by zero) enc:RuntimeWarning")
 def test_every_body_of_every_op_is_checked() -> None:
-    checks = list(onebit_step.check(CPU, sizes=(1, 1000)))
+    checks = list(onebit_step.check(CPU, sizes=(1000,)))
     assert all(check.is_passed for check in checks), [c for c in checks if not c.is_passed]
     ops = {check.name.split()[1] for check in checks if check.name.startswith("op ")}
     assert ops == {

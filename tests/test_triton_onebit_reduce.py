@@ -14,10 +14,10 @@ from mcp_kernels.triton import onebit_reduce as body
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [None, float("inf")])
 @pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("numel, block_size", [(1, 8), (9, 8), (1000, 24), (3000, 1024)])
+@pytest.mark.parametrize("numel, block_size", [(9, 8), (300, 24), (1100, 1024)])
 def test_bits_equal_the_reference(numel, block_size, world_size, counted, bad):
     case = Case(numel, block_size, world_size, counted=counted, hostile=bad is None)
     if bad is not None:
