@@ -166,7 +166,7 @@ def kernels_of(ptx: str) -> dict[str, str]:
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
-@pytest.mark.parametrize("arch", ["8.0", "9.0a"])
+@pytest.mark.parametrize("arch", [pytest.param("8.0", marks=pytest.mark.slow), "9.0a"])
 def test_flags_are_system_scoped_in_the_machine_text(arch: str, tmp_path: Path) -> None:
     source, target = tmp_path / "instances.cu", tmp_path / "instances.ptx"
     source.write_text(INSTANCES, encoding="utf-8")

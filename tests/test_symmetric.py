@@ -104,6 +104,7 @@ print(torch.cuda.is_initialized())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="pretends to be a CUDA build")
 def test_bodies_register_on_a_cuda_build() -> None:
     pytest.importorskip("triton")

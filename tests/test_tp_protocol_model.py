@@ -224,10 +224,10 @@ CASES = [
     (two_shot, 2, 2, [2]),
     (two_shot, 3, 1, [2]),
     (gather, 2, 1, [2, 0, 1]),
-    (gather, 2, 2, [2]),
     (gather, 3, 1, [1]),
 ]
 LONG_CASES = [
+    (gather, 2, 2, [2]),
     (two_shot, 2, 2, [4, 0, 3]),
     (two_shot, 3, 1, [4, 1]),
     (one_shot, 4, 1, [1]),

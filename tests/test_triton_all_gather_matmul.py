@@ -75,7 +75,7 @@ def run_share(process: int, processes: int, folder: str, world: int, dtype: torc
     [
         (1, 1, torch.float32),
         (2, 2, torch.float32),
-        (3, 1, torch.bfloat16),
+        pytest.param(3, 1, torch.bfloat16, marks=pytest.mark.slow),
         pytest.param(2, 1, torch.float16, marks=pytest.mark.slow),
         pytest.param(4, 1, torch.float32, marks=pytest.mark.slow),
     ],

@@ -52,7 +52,7 @@ def all_cases(rank: int, world: int, folder: str, dtype: torch.dtype) -> None:
     "world, dtype",
     [
         pytest.param(1, torch.float32, marks=pytest.mark.slow),
-        (2, torch.float16),
+        pytest.param(2, torch.float16, marks=pytest.mark.slow),
         (3, torch.bfloat16),
         pytest.param(4, torch.float32, marks=pytest.mark.slow),
     ],
