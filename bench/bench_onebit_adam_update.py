@@ -1,7 +1,8 @@
 """onebit_adam_update alone, and the whole step of 1-bit Adam after the switch beside torch's AdamW.
 
-Goals: at least 0.9 of the in-place scale's bytes a second; the whole step (compress, reduce at one
-rank, update) takes no longer than ``torch.optim.AdamW(fused=True)``, both on huge pages.
+Goals: at least 0.9 of the in-place scale's bytes a second; the whole step takes no longer than
+``torch.optim.AdamW(fused=True)``, both on huge pages. A rank alone has no server: its step is
+compress and update, 24.4 bytes an element to AdamW's 28. With the reduce of one rank it is 32.6.
 """
 
 from __future__ import annotations
@@ -65,9 +66,10 @@ def adamw_on_huge_pages(numel):
     return adamw.step
 
 
+@pytest.mark.parametrize("has_server", [False, True], ids=["alone", "with_reduce"])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.benchmark(group="onebit_adam_step")
-def bench_whole_step(path, compare):
+def bench_whole_step(path, has_server, compare):
     param, grad, denom = gradient(), gradient(seed=1), flat_buffer(NUMEL).fill_(1.0)
     error, server_error = flat_buffer(NUMEL), flat_buffer(NUMEL)
     state = list(codes(NUMEL))
@@ -76,14 +78,16 @@ def bench_whole_step(path, compare):
         bits, scales = onebit_compress_momentum(
             [grad], *state, error, beta1=0.9, block_size=BLOCK_SIZE
         )
-        state[:] = onebit_reduce(bits[None], scales[None], server_error, None, BLOCK_SIZE)
+        if has_server:
+            bits, scales = onebit_reduce(bits[None], scales[None], server_error, None, BLOCK_SIZE)
+        state[:] = bits, scales
         onebit_adam_update([param], denom, *state, weight_decays=[0.1], **HOW)
 
     with running_on(path):
         check_once()
         compare(
             step,
-            (12.25 + 8.25 + 12.125) * NUMEL,
+            (12.25 + 8.25 * has_server + 12.125) * NUMEL,
             {
                 "in_place_scale": in_place_scale(),
                 "adamw_fused": Peer(adamw_on_huge_pages(NUMEL), 28 * NUMEL),
