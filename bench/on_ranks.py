@@ -35,12 +35,35 @@ def shm_group(world: int) -> Any:
 def compare_on_ranks(
     benchmark: Any, make: Make, *args: Any, num_bytes: float, world: int = 2, rounds: int = 40
 ) -> None:
-    """Note the time of the first of ``make``'s functions and how many times faster it is."""
+    """Note the time of the first of ``make``'s functions and how many times faster it is.
+
+    All functions must give the same, which is checked first.
+    """
+    _run(benchmark, make, args, num_bytes, world, rounds, check=True)
+
+
+def time_on_ranks(
+    benchmark: Any, make: Make, *args: Any, num_bytes: float, world: int = 2, rounds: int = 40
+) -> None:
+    """As ``compare_on_ranks`` for functions that round differently; ``make`` checks them itself."""
+    _run(benchmark, make, args, num_bytes, world, rounds, check=False)
+
+
+def _run(
+    benchmark: Any,
+    make: Make,
+    args: tuple[Any, ...],
+    num_bytes: float,
+    world: int,
+    rounds: int,
+    *,
+    check: bool,
+) -> None:
     rounds = 1 if benchmark.disabled else rounds
     pool = RankPool(world)
     try:
         per_rank = benchmark.pedantic(
-            lambda: pool.run(_time_interleaved, make, args, rounds, timeout=300.0), rounds=1
+            lambda: pool.run(_time_interleaved, make, args, rounds, check, timeout=300.0), rounds=1
         )
     finally:
         pool.close()
@@ -68,7 +91,7 @@ def compare_on_ranks(
 
 
 def _time_interleaved(
-    rank: int, world: int, make: Make, args: tuple[Any, ...], rounds: int
+    rank: int, world: int, make: Make, args: tuple[Any, ...], rounds: int, check: bool
 ) -> dict[str, list[float]]:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) >= world:
@@ -77,7 +100,7 @@ def _time_interleaved(
     functions = make(rank, world, *args)
     expected = next(iter(functions.values()))()
     for name, function in functions.items():
-        if name.startswith("bare"):
+        if name.startswith("bare") or not check:
             continue
         # Sums of a few thousand float32 products, taken in another order.
         tolerance = 1e-3 if expected.dtype == torch.float32 else 4e-2
