@@ -78,8 +78,17 @@ def run_hook(rank, world, codec, steps, cap_mb, start_step):
     return history, state.state_dict(), layout, (state.bytes_sent, state.uncompressed_bytes)
 
 
-@pytest.mark.parametrize("codec", ("onebit", "int8", "int4"))
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize(
+    "world, codec",
+    [
+        (2, "onebit"),
+        (3, "int8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, "int8"), (2, "int4"), (3, "onebit"), (3, "int4"))
+        ),
+    ],
+)
 def test_all_gradients_arrive_in_the_end(ranks, codec, world):
     """Over 10 passes, with buckets laid out anew after the first."""
     steps = 10
@@ -152,7 +161,14 @@ def test_resume_is_bit_exact(ranks, cap_mb):
                 assert_same_bits(history[step][name], wanted[4 + step][name])
 
 
-@pytest.mark.parametrize("world, cap_mb", [(2, 2 * KB), (4, 2 * KB), (1, 1), (3, 1)])
+@pytest.mark.parametrize(
+    "world, cap_mb",
+    [
+        (4, 2 * KB),
+        (1, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 2 * KB), (3, 1))),
+    ],
+)
 def test_errors_move_to_other_buckets_and_ranks(ranks, world, cap_mb):
     states = [state for _, state, _, _ in ranks.run(run_hook, "onebit", 4, 1, 0, ranks=2)]
     moved = [reshard_hook_states(states, world, rank) for rank in range(world)]

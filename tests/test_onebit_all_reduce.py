@@ -111,7 +111,14 @@ def conserved(rank, world, numel, codec, block_size, steps):
 
 @pytest.mark.parametrize(
     "world, codec",
-    [*((w, "onebit") for w in (1, 2, 3, 4, 6)), *((3, codec) for codec in ("int8", "int4", "fp8"))],
+    [
+        *((w, "onebit") for w in (1, 2, 3)),
+        (2, "int4"),
+        *(
+            pytest.param(w, codec, marks=pytest.mark.slow)
+            for w, codec in ((4, "onebit"), (6, "onebit"), (3, "int8"), (3, "fp8"))
+        ),
+    ],
 )
 def test_conserves_what_came_in_over_200_steps(ranks, world, codec):
     for fault, unsent in on_ranks(ranks, world, conserved, 1000, codec, 64, 200):

@@ -95,13 +95,18 @@ def test_stage_1_is_the_trainers_adamw(ranks):
 
 
 LAYOUTS = (
-    Layout(dp=4),
     Layout(dp=4, zero=1),
     Layout(dp=2, tp=2),
-    Layout(dp=2, tp=2, zero=1),
-    Layout(dp=2, pp=2),
     Layout(dp=2, pp=2, zero=1),
-    Layout(tp=2, pp=2),
+    *(
+        pytest.param(layout, marks=pytest.mark.slow)
+        for layout in (
+            Layout(dp=4),
+            Layout(dp=2, tp=2, zero=1),
+            Layout(dp=2, pp=2),
+            Layout(tp=2, pp=2),
+        )
+    ),
 )
 
 
@@ -156,9 +161,22 @@ def resume(rank, world, folder, layout, stop, steps, options):
     return report, weights(step)
 
 
-@pytest.mark.parametrize("stop", (2, FREEZE, 6))
 @pytest.mark.parametrize(
-    "layout", [Layout(dp=2), Layout(dp=4, zero=1), Layout(dp=2, pp=2, zero=1)], ids=str
+    "layout, stop",
+    [
+        *((Layout(dp=2), stop) for stop in (2, FREEZE)),
+        (Layout(dp=2, pp=2, zero=1), 6),
+        *(
+            pytest.param(layout, stop, marks=pytest.mark.slow)
+            for layout, stops in {
+                Layout(dp=2): (6,),
+                Layout(dp=4, zero=1): (2, FREEZE, 6),
+                Layout(dp=2, pp=2, zero=1): (2, FREEZE),
+            }.items()
+            for stop in stops
+        ),
+    ],
+    ids=str,
 )
 def test_resume_at_the_same_layout_is_bit_exact(ranks, tmp_path, layout, stop):
     """In stage 1, between the switch and the first codes, and in stage 2."""
@@ -170,6 +188,7 @@ def test_resume_at_the_same_layout_is_bit_exact(ranks, tmp_path, layout, stop):
         assert all(torch.equal(params[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 def test_resume_under_the_automatic_switch(ranks, tmp_path):
     """What the rule has seen comes along, so the switch is at the step where it would have been."""
     args = (str(tmp_path), Layout(dp=2), 30, 90, {"freeze": None})
@@ -180,7 +199,10 @@ def test_resume_under_the_automatic_switch(ranks, tmp_path):
     assert resumed[0][0] == whole[0][0]
 
 
-@pytest.mark.parametrize("stop", (2, FREEZE, 6))
+@pytest.mark.parametrize(
+    "stop",
+    [pytest.param(2, marks=pytest.mark.slow), pytest.param(FREEZE, marks=pytest.mark.slow), 6],
+)
 @pytest.mark.parametrize(
     "old, new",
     [
