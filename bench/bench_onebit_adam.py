@@ -131,8 +131,7 @@ def make_training(rank, world, width, depth):
         losses = [step().item() for _ in range(6)]
         first = losses[0] if first is None else first
         assert losses[0] == first  # the same model and data
-        # Gradients are averaged alike: after six steps of LR each, losses have moved alike.
-        assert abs(losses[-1] - first) < 0.05 * first
+        assert losses[-1] < 1.05 * first  # and it trains, or at least holds still
         functions[name] = step
     return functions
 

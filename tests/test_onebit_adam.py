@@ -34,6 +34,7 @@ def make_optimizer(params, **options):
         {"params": params[half:], "weight_decay": 0.0},
     ]
     settings = {"lr": LR, "betas": BETAS, "eps": EPS, "block_size": BLOCK, "freeze_step": 3}
+    settings["variance_floor"] = 0.0  # as in the paper
     return OneBitAdam(groups, **{**settings, **options})
 
 

@@ -6,7 +6,7 @@ an element, with error feedback (``compressed_all_reduce``). The averaged moment
 and scales, and is kept as such.
 
     stage 1 (t <= T)   AdamW(mean of g_i)
-    switch             denom = sqrt(v / (1 - beta2^T)) + eps, masked where v = 0
+    switch             denom = sqrt(v / (1 - beta2^T)) + eps, masked where v = 0, floored
     stage 2 (t > T)    m_i = beta1 m + (1 - beta1) g_i
                        m   = compressed mean of m_i over the ranks
                        p   = p (1 - lr wd) - lr / (1 - beta1^t) * m / denom
@@ -37,6 +37,11 @@ from mcp_kernels.optim.onebit_state import read_state, write_state
 
 # As in torch.nn.utils.clip_grads_with_norm_, so that a zero norm divides nothing by zero.
 _CLIP_EPSILON = 1e-6
+# A sign moves every coordinate of a block by the block's scale: one whose variance happens to be
+# small when it is frozen is thrown about for ever. On the tiny byte model (1200 steps, switch at
+# 240) the validation loss ends at 2.11 without a floor, 1.67 with 0.3, 1.70 with 1; with AdamW at
+# 1.60.
+VARIANCE_FLOOR = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,8 @@ class OneBitAdam(torch.optim.Optimizer):
         mask: ``mask(name, v_hat) -> bool tensor or None``: coordinates without update after the
             switch.
         variance_floor: at the switch no root of a variance stays below this part of its block's
-            root mean variance, since its updates are the block's scale over it.
+            root mean variance, since its updates are the block's scale over it; 0 is the paper's
+            algorithm.
         block_size: elements that share a scale, a positive multiple of 8.
         zero: 1 keeps variance, master weights and server error on the owner of each chunk; updated
             parameters then travel uncompressed.
@@ -125,7 +131,7 @@ class OneBitAdam(torch.optim.Optimizer):
         clip_norm: float = 0.0,
         skip_nonfinite: bool = True,
         mask: Mask = mask_without_variance,
-        variance_floor: float = 0.0,
+        variance_floor: float = VARIANCE_FLOOR,
         block_size: int = 1024,
         zero: int = 0,
         grads: Literal["local", "averaged"] = "local",
