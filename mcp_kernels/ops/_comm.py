@@ -45,11 +45,15 @@ def resolve(name: str) -> dist.ProcessGroup | None:
     return _resolve_process_group(name) if name else None  # pyright: ignore[reportArgumentType]
 
 
-@torch.compiler.assume_constant_result
 def place(name: str) -> tuple[int, int]:
     """Rank in the group called ``name``, and its number of ranks; a constant to torch.compile."""
     group = resolve(name)
     return (0, 1) if group is None else (group.rank(), group.size())
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import all of dynamo, and with
+# it Triton, each time this package is imported.
+place._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def split_sizes(size: int, parts: int) -> list[int]:

@@ -22,6 +22,7 @@ from mcp_kernels._op import define_op, override
 from mcp_kernels.ops import _column_backward, _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
+from mcp_kernels.ops.collectives import replicated_gradient
 
 
 @overload
@@ -248,7 +249,9 @@ def _gradients(
     if ctx.group and pairs and d_gathered is None and not torch.is_grad_enabled():
         return _fused_gradients(ctx, x, pairs, len(weights), needs)
     needs_dx, needs_dw, needs_db = needs
-    if ctx.group and ctx.dim is not None and not ctx.is_gathered and any(needs_dw):
+    if ctx.dim is None:
+        x = replicated_gradient(x, ctx.group)
+    elif ctx.group and not ctx.is_gathered and any(needs_dw):
         x = torch.ops.mcp_kernels.all_gather(x, ctx.group, ctx.dim, ctx.size)
     dws: list[Tensor | None] = [None] * len(weights)
     dbs: list[Tensor | None] = [None] * len(needs_db)

@@ -6,7 +6,7 @@ replicated value is then itself replicated, and the gradient of a value that eac
 own way is the sum of what the ranks found. So
 
     op               forward                       backward
-    all_reduce       partial    -> replicated      identity
+    all_reduce       partial    -> replicated      identity (copy_to_group, differentiated again)
     reduce_scatter   partial    -> sharded         all_gather
     all_gather       sharded    -> used by each    reduce_scatter (sum of partial gradients)
     copy_to_group    replicated -> used by each    all_reduce     (sum of partial gradients)
@@ -141,8 +141,22 @@ def _all_reduce_fake(x: Tensor, group: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
+def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.group = inputs
+
+
 def _all_reduce_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
+    return replicated_gradient(grad, ctx.group), None
+
+
+def replicated_gradient(grad: Tensor, group: str) -> Tensor:
+    """``grad`` of a replicated value, about to be used by each rank in its own way.
+
+    Nothing to do, unless it is differentiated in turn: what the ranks find for it is then summed.
+    """
+    if group and grad.requires_grad and torch.is_grad_enabled():
+        return _CopyToGroup.apply(grad, group)
+    return grad
 
 
 def _reduce_scatter_ref(x: Tensor, group: str, scatter_dim: int) -> Tensor:
@@ -189,6 +203,7 @@ define_op(
     reference=_all_reduce_ref,
     fake=_all_reduce_fake,
     backward=_all_reduce_backward,
+    setup_context=_all_reduce_setup,
 )
 define_op(
     "reduce_scatter(Tensor x, str group, int scatter_dim) -> Tensor",

@@ -22,6 +22,7 @@ from mcp_kernels._op import define_op, override
 from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops.collectives import replicated_gradient
 
 if TYPE_CHECKING:
     from mcp_kernels.shm.local import LocalComm
@@ -95,14 +96,18 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, _, _ = inputs
+    x, weight, _, ctx.group = inputs
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     x, weight = ctx.saved_tensors
-    return *linear_backward(dy, x, weight, ctx.needs_input_grad[:3]), None
+    needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+    each = replicated_gradient(dy, ctx.group)  # the bias is replicated as dy is, the rest is not
+    dx, dw, _ = linear_backward(each, x, weight, (needs_dx, needs_dw, False))
+    _, _, db = linear_backward(dy, None, None, (False, False, needs_db))
+    return dx, dw, db, None
 
 
 define_op(

@@ -116,11 +116,27 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if not ctx.group:
         return *linear_backward(dy, x, weight, needs), None, None
     if torch.is_grad_enabled():  # of a gradient that is itself differentiated
-        dy = torch.ops.mcp_kernels.all_gather(dy, ctx.group, ctx.dim, ctx.size)
-        return *linear_backward(dy, x, weight, needs), None, None
+        full = torch.ops.mcp_kernels.all_gather(dy, ctx.group, ctx.dim, ctx.size)
+        dx, dw, _ = linear_backward(full, x, weight, (needs[0], needs[1], False))
+        db = _bias_gradient(dy, ctx.group, ctx.dim, ctx.size) if needs[2] else None
+        return dx, dw, db, None, None
     args = (dy, x, weight, list(needs), ctx.group, ctx.dim, ctx.size)
     grads = torch.ops.mcp_kernels.matmul_reduce_scatter_backward(*args)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+
+
+def _bias_gradient(dy: Tensor, group: str, dim: int, size: int) -> Tensor:
+    """The replicated sum over all rows, made of what each rank adds to it.
+
+    The bias counts once, the gathered dy once for each rank: only a sum over ranks has that right.
+    """
+    own = as_rows(dy).sum(0)
+    pg = _comm.resolve(group)
+    if pg is not None and dim == dy.dim() - 1:
+        sizes = _comm.split_sizes(size, pg.size())
+        before = sum(sizes[: pg.rank()])
+        own = torch.nn.functional.pad(own, (before, size - before - own.numel()))
+    return torch.ops.mcp_kernels.all_reduce(own, group)
 
 
 def _backward_ref(
