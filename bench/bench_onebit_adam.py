@@ -107,7 +107,11 @@ def make_training(rank, world, width, depth):
     functions, groups, first = {}, {}, None
     for name in ("ours", "ddp_fp32", "ddp_bf16_hook", "ddp_powersgd_4"):
         groups[name] = group = throttled_group(world)
-        model = DistributedDataParallel(Net(width, depth), process_group=group)
+        # PowerSGD starts collectives from callbacks; with several buckets their order is a race.
+        cap_mb = 10_000 if name == "ddp_powersgd_4" else None
+        model = DistributedDataParallel(
+            Net(width, depth), process_group=group, bucket_cap_mb=cap_mb
+        )
         if name == "ours":
             optimizer = OneBitAdam(model.parameters(), lr=LR, freeze_step=3, group=group)
             optimizer.attach(model)
