@@ -52,6 +52,10 @@ _LAYOUT = (
             }
         ),
     ),
+    _Family(
+        (layout.split_backward_problems,),
+        frozenset({"parallel.zero", "parallel.dp", "parallel.pp"}),
+    ),
 )
 _OPTIMIZER = (
     _Family(

@@ -67,7 +67,8 @@ class ParallelConfig:
     schedule: Schedule = "1f1b"
     """Order of pipeline work; no effect with pp = 1."""
     virtual_stages: int = 1
-    """Stages on each pipeline rank; 2 or more with schedule interleaved, else 1."""
+    """Stages on each pipeline rank: 2 or more with schedule interleaved, any number with
+    zero_bubble, else 1. zbv and dualpipev always have 2 and take either 1 or 2 here."""
     sequence_parallel: bool = True
     """Shard the norms' activations along the sequence over tp; no effect with tp = 1."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcp_parallel.config import ParallelConfig, Schedule
+from mcp_parallel.schedules.action import V_SHAPED, owner_of, stage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,23 @@ class Layout:
         return self.dp * self.tp * self.pp
 
     @property
+    def stages_per_rank(self) -> int:
+        """Stages on each pipeline rank: a V has two, any other schedule ``virtual_stages``."""
+        return 2 if self.schedule in V_SHAPED and self.pp > 1 else self.virtual_stages
+
+    @property
     def num_stages(self) -> int:
         """Pipeline stages over all ranks, virtual ones included."""
-        return self.pp * self.virtual_stages
+        return self.pp * self.stages_per_rank
 
     def stage_owner(self, stage: int) -> int:
-        """Pipeline rank that holds ``stage``: virtual stages go round the ranks, as in torch."""
-        return stage % self.pp
+        """Pipeline rank that holds ``stage``; virtual stages go round the ranks, or down and up."""
+        return owner_of(self.schedule, self.pp, stage) if self.pp > 1 else 0
+
+    def stages_of(self, pp: int) -> list[int]:
+        """The stages of pipeline rank ``pp``, in the order of the model."""
+        chunks = range(self.stages_per_rank)
+        return [stage_of(self.schedule, self.pp, pp, chunk) for chunk in chunks]
 
     def coordinate(self, rank: int) -> Coordinate:
         """Mesh place of ``rank``: tp varies fastest (neighbours), pp slowest (fewest bytes)."""

@@ -13,6 +13,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
+from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import build_stages
@@ -36,6 +37,9 @@ class StepResult:
     """Bytes that rank 0 sent over dp to average, where the optimizer counts them."""
     uncompressed_bytes: int | None = None
     """What a bandwidth-optimal float32 all-reduce sends for the same."""
+    bubbles: tuple[float, ...] | None = None
+    """Idle fraction of each pipeline rank, 0 to 1 (see ``parallel.clock.bubbles``), times being
+    means over its dp and tp ranks; None without a pipeline."""
 
     @property
     def is_finite(self) -> bool:
@@ -104,19 +108,34 @@ class TrainingStep:
         """
         # Each tp rank of a last stage computed the same loss; one of them counts.
         loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
+        flags = [stop, not self.optimizer.ready_to_switch(), *self._occupation()]
         sums = torch.stack(
             [
                 self.optimizer.square_sum(),
                 loss_here.double().cpu(),
-                *torch.tensor([stop, not self.optimizer.ready_to_switch()], dtype=torch.float64),
+                *torch.tensor(flags, dtype=torch.float64),
             ]
         )
         if self.mesh.world is not None:
             sums = sums.to(self.mesh.device)
             dist.all_reduce(sums, group=self.mesh.world)
-        square_sum, total_loss, stops, not_ready = sums.tolist()
+        square_sum, total_loss, stops, not_ready, *times = sums.tolist()
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        return StepResult(total_loss, norm, self._tokens.total(), stops > 0), not_ready == 0
+        result = StepResult(total_loss, norm, self._tokens.total(), stops > 0)
+        if times:
+            pairs = zip(times[::2], times[1::2], strict=True)
+            result = replace(result, bubbles=bubbles([Occupation(*pair) for pair in pairs]))
+        return result, not_ready == 0
+
+    def _occupation(self) -> list[float]:
+        """Busy and wall seconds of each pipeline rank, zero for other ranks' and one mean each."""
+        occupation, layout = self.executor.occupation, self.mesh.layout
+        if occupation is None:
+            return []
+        times = [0.0] * (2 * layout.pp)
+        at, replicas = 2 * self.mesh.coordinate.pp, layout.dp * layout.tp
+        times[at : at + 2] = [occupation.busy_s / replicas, occupation.wall_s / replicas]
+        return times
 
 
 class _TokenCount:

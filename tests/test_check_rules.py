@@ -16,6 +16,11 @@ from mcp_parallel.rules.problem import divisors, nearest, nearest_multiples
 # --- rules against their statement ---------------------------------------------------------------
 
 small = st.integers(1, 12)
+PLAIN = ["gpipe", "1f1b", "zero_bubble"]
+ROUNDS = ["interleaved", "zero_bubble"]
+SPLIT = ["zero_bubble", "zbv", "dualpipev"]
+V_SHAPED = ["zbv", "dualpipev"]
+SCHEDULES = [*PLAIN, "interleaved", *V_SHAPED]
 ANYTHING = {
     "model__num_layers": small,
     "model__hidden_size": st.sampled_from([24, 48, 96, 100, 120, 128]),
@@ -27,7 +32,7 @@ ANYTHING = {
     "parallel__tp": small,
     "parallel__pp": small,
     "parallel__virtual_stages": st.integers(1, 4),
-    "parallel__schedule": st.sampled_from(["gpipe", "1f1b", "interleaved"]),
+    "parallel__schedule": st.sampled_from(SCHEDULES),
     "parallel__sequence_parallel": st.booleans(),
     "parallel__zero": st.integers(0, 3),
     "train__global_batch_size": st.integers(1, 100),
@@ -42,8 +47,11 @@ def layouts(draw):
     kv_heads = draw(st.sampled_from([1, 2, 3, 4]))
     heads = kv_heads * draw(st.integers(1, 3))
     virtual = draw(st.integers(2, 3)) if pp > 1 and draw(st.booleans()) else 1
+    kinds = ROUNDS if virtual > 1 else PLAIN
+    if virtual == 2 or (virtual == 1 and draw(st.booleans())):
+        kinds = [*kinds, *V_SHAPED]
     right = {
-        "model__num_layers": pp * virtual + draw(st.integers(0, 3)),
+        "model__num_layers": pp * max(2, virtual) + draw(st.integers(0, 3)),
         "model__hidden_size": heads * draw(st.sampled_from([2, 6, 16])),
         "model__num_heads": heads,
         "model__num_kv_heads": kv_heads,
@@ -52,15 +60,12 @@ def layouts(draw):
         "parallel__tp": draw(st.sampled_from(divisors(kv_heads))),
         "parallel__pp": pp,
         "parallel__virtual_stages": virtual,
-        "parallel__schedule": "interleaved" if virtual > 1 else draw(st.sampled_from(PLAIN)),
-        "train__global_batch_size": dp * micro * pp * draw(st.integers(1, 3)),
+        "parallel__schedule": draw(st.sampled_from(kinds)),
+        "train__global_batch_size": dp * micro * pp * draw(st.integers(1, 4)),
         "train__micro_batch_size": micro,
     }
     keys = draw(st.lists(st.sampled_from(sorted(ANYTHING)), max_size=4, unique=True))
     return config_of(**{**right, **{key: draw(ANYTHING[key]) for key in keys}})
-
-
-PLAIN = ["gpipe", "1f1b"]
 
 
 def can_run(config):
@@ -69,7 +74,9 @@ def can_run(config):
     tp, pp, virtual = parallel.tp, parallel.pp, parallel.virtual_stages
     unit = parallel.dp * train.micro_batch_size
     count = train.global_batch_size / unit
-    interleaved = parallel.schedule == "interleaved"
+    schedule = parallel.schedule
+    is_v = schedule in V_SHAPED and pp > 1
+    in_rounds = pp > 1 and schedule in ROUNDS and virtual > 1
     return all(
         (
             model.num_heads % model.num_kv_heads == 0,
@@ -78,12 +85,14 @@ def can_run(config):
             model.num_heads % tp == 0,
             model.num_kv_heads % tp == 0,
             model.seq_len % tp == 0 or not parallel.sequence_parallel,
-            pp * virtual <= model.num_layers,
-            virtual == 1 or (interleaved and pp > 1),
-            virtual > 1 or not interleaved or pp == 1,
+            pp * (2 if is_v else virtual) <= model.num_layers,
+            virtual == 1 or in_rounds or (is_v and virtual == 2),
+            virtual > 1 or schedule != "interleaved" or pp == 1,
             count == int(count),
-            count >= pp or parallel.schedule != "1f1b",
-            count % pp == 0 or not interleaved,
+            count >= pp or schedule in ("gpipe", "interleaved"),
+            count >= 2 * pp or schedule != "dualpipev" or pp == 1,
+            count % pp == 0 or not in_rounds,
+            parallel.zero < 3 or min(parallel.dp, pp) == 1 or schedule not in SPLIT,
         )
     )
 

@@ -35,6 +35,7 @@ class Result:
     is_finite: bool = True
     wire_bytes: int | None = None
     uncompressed_bytes: int | None = None
+    bubbles: tuple[float, ...] | None = None
 
 
 def config(*overrides: str) -> Config:

@@ -9,12 +9,14 @@ import pytest
 from mcp_parallel.config import Config
 from mcp_parallel.parity.cases import MATRIX
 from mcp_parallel.parity.verdict import TOLERANCE
+from mcp_parallel.schedules.build import SCHEDULES
 
 # Each mutation is one line that somebody could forget; its case must fall out of tolerance.
 MUTATIONS = {
     "stage left out of the norm": ("pp2 1f1b", "grad_norm_diff"),
     "replica counted twice in the norm": ("tp2", "grad_norm_diff"),
     "tied embedding not summed": ("tied pp2", "update_diff"),
+    "tied embedding not summed in a V": ("tied pp2 zbv", "update_diff"),
     "token weighting dropped": ("padded dp4", "loss_diff"),
     "token weighting dropped in the pipeline": ("padded pp2", "loss_diff"),
     "norm weights not summed over tp": ("tp2", "update_diff"),
@@ -31,7 +33,8 @@ from mcp_parallel.config import Config
 from mcp_parallel.data.corpus import open_corpus
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.model.loss import IGNORED
-from mcp_parallel.parallel import gradients, parallelize, shards
+from mcp_parallel.optim import adamw
+from mcp_parallel.parallel import gradients, parallelize
 from mcp_parallel.parity.cases import MATRIX
 from mcp_parallel.parity.run import run_matrix
 
@@ -39,7 +42,7 @@ base = Config.from_mapping({"model": {
     "preset": None, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 4,
     "ffn_size": 48, "vocab_size": 256, "seq_len": 32}})
 corpus = open_corpus(base.data, base.model)
-square_sum, iter_shards = step.local_square_sum, parallelize.iter_shards
+square_sum = adamw.local_square_sum
 
 def first_rank_only(shards):
     return square_sum(shards) if dist.get_rank() == 0 else 0 * square_sum(shards)
@@ -60,9 +63,10 @@ def lose_last(num_layers, num_stages):
     return [range(i * each, (i + 1) * each) for i in range(num_stages)]
 
 MUTANTS = {
-    "stage left out of the norm": (step, "local_square_sum", first_rank_only),
-    "replica counted twice in the norm": (step, "local_square_sum", counted_everywhere),
-    "tied embedding not summed": (gradients, "sum_tied", lambda grad, mesh: None),
+    "stage left out of the norm": (adamw, "local_square_sum", first_rank_only),
+    "replica counted twice in the norm": (adamw, "local_square_sum", counted_everywhere),
+    "tied embedding not summed": (gradients, "sum_tied", lambda grads, mesh: None),
+    "tied embedding not summed in a V": (gradients, "sum_tied", lambda grads, mesh: None),
     "token weighting dropped": (step.TrainingStep, "_loss", mean_of_means),
     "token weighting dropped in the pipeline": (step.TrainingStep, "_loss", mean_of_means),
     "norm weights not summed over tp": (gradients, "sum_over_group", lambda tensors, group: None),
@@ -127,7 +131,7 @@ def test_matrix_holds_what_was_promised():
     assert len(names) == len(MATRIX) >= 30
     layouts = [case.layout for case in MATRIX]
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
-    assert {layout.schedule for layout in layouts} == {"gpipe", "1f1b", "interleaved"}
+    assert {layout.schedule for layout in layouts} == set(SCHEDULES)
     assert {"tied", "odd-vocab", "5-layers", "padded", "clipped"} <= {
         case.variation.name for case in MATRIX
     }

@@ -26,6 +26,7 @@ LAYOUTS = {
     "tp4 no-sp": Layout(tp=4, sequence_parallel=False),
     "pp2": Layout(pp=2),
     "pp2 interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
+    "pp2 zbv": Layout(pp=2, schedule="zbv"),
     "dp2tp2 zero2": Layout(dp=2, tp=2, zero=2),
     "tp2pp2": Layout(tp=2, pp=2),
 }

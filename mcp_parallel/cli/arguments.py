@@ -47,7 +47,11 @@ _FLAGS = (
     _Flag(("--pp", "--pp-degree"), "parallel.pp", "pipeline ranks"),
     _Flag(("--cp", "--cp-degree"), "parallel.cp", "context-parallel ranks"),
     _Flag(("--zero",), "parallel.zero", "what dp ranks shard, 0 to 3"),
-    _Flag(("--schedule",), "parallel.schedule", "gpipe, 1f1b or interleaved"),
+    _Flag(
+        ("--schedule",),
+        "parallel.schedule",
+        "gpipe, 1f1b, interleaved, zero_bubble, zbv or dualpipev",
+    ),
 )
 
 

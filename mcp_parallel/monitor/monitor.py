@@ -24,7 +24,9 @@ class Monitor:
     clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
     and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean). With
     1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
-    (what float32 takes, over that).
+    (what float32 takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
+    forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
+    ``mcp_parallel.parallel.clock.bubbles``), both of that step alone.
 
     Args:
         config: the run.
@@ -71,6 +73,9 @@ class Monitor:
             self._last["wire_bytes"] = result.wire_bytes
             if result.wire_bytes and result.uncompressed_bytes:
                 self._last["compression_ratio"] = result.uncompressed_bytes / result.wire_bytes
+        if result.bubbles is not None:
+            self._last["bubble"] = sum(result.bubbles) / len(result.bubbles)
+            self._last["bubble_by_rank"] = list(result.bubbles)
         self._progress.update(self._last)
         if self._step % self._every == 0 or not result.is_finite:
             self._write()

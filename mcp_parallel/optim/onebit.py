@@ -49,6 +49,8 @@ class OneBit:
     ) -> None:
         self.shards, self.mesh = list(shards), mesh
         self._gradients = gradients
+        # State is kept by name, so one copy a rank: a V, with two on its first rank, is refused.
+        self._tied = next(iter(gradients.tied), None)
         self.params = {shard.name: nn.Parameter(shard.local) for shard in self.shards}
         # One rank of dp is a group too; None would be the world.
         group = None if mesh.device_mesh is None else mesh.device_mesh.get_group("dp")
@@ -68,7 +70,7 @@ class OneBit:
         self._checkpoint = OneBitCheckpoint(self.adam, self.shards, mesh, zero)
 
     def _groups(self, train: TrainConfig) -> list[dict[str, Any]]:
-        tied = self._gradients.tied
+        tied = self._tied
         groups: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for shard in self.shards:
             key = len(shard.global_shape) > 1, shard is not tied
@@ -97,7 +99,7 @@ class OneBit:
         """
         if not self.adam.is_compressing:
             return local_square_sum(self.shards)
-        tied = self._gradients.tied
+        tied = self._tied
         own = [s for s, counts in zip(self.shards, self._counted, strict=True) if counts]
         own = [replace(shard, counted_here=True) for shard in own if shard is not tied]
         total = local_square_sum(own) * self.mesh.layout.dp

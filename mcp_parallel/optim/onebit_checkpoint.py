@@ -22,6 +22,7 @@ from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.optim.onebit_move import Flats, freeze_others, load_frozen, load_moments, thaw
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.shards import Shard
+from mcp_parallel.schedules.action import V_SHAPED
 
 
 class OneBitCheckpoint:
@@ -37,7 +38,9 @@ class OneBitCheckpoint:
     def __init__(self, adam: OneBitAdam, shards: Sequence[Shard], mesh: Mesh, zero: int) -> None:
         self.adam, self.mesh = adam, mesh
         layout = mesh.layout
-        self._layout = [layout.dp, layout.tp, layout.pp, layout.virtual_stages, zero]
+        # Which rank holds what: a V holds other stages than a round of as many.
+        places = [layout.stages_per_rank] + ["v"] * (layout.schedule in V_SHAPED and layout.pp > 1)
+        self._layout = [layout.dp, layout.tp, layout.pp, *places, zero]
         self._shards = {shard.name: shard for shard in shards}
         self._loading: list[Flats] = []
 

@@ -24,6 +24,6 @@ class SwitchedGradients(Gradients):
     def finish(self) -> None:
         """See ``Gradients.finish``."""
         dp_group = self.mesh.group("dp")
-        if not self.sums_over_dp and self.tied is not None and dp_group is not None:
-            sum_over_group([grad_of(self.tied)], dp_group)
+        if not self.sums_over_dp and self.tied and dp_group is not None:
+            sum_over_group([grad_of(shard) for shard in self.tied], dp_group)
         super().finish()

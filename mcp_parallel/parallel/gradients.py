@@ -175,8 +175,8 @@ class Gradients:
             self.buckets.finish()
         if self.partial:
             sum_over_group([grad_of(s) for s in self.partial], self.mesh.group("tp"))
-        if self.tied is not None:
-            sum_tied(grad_of(self.tied), self.mesh)
+        if self.tied:
+            sum_tied([grad_of(shard) for shard in self.tied], self.mesh)
 
 
 def grad_of(shard: Shard) -> Tensor:
@@ -190,19 +190,19 @@ def grad_of(shard: Shard) -> Tensor:
     return grad
 
 
-def find_tied(stages: Sequence[Stage], mesh: Mesh) -> Shard | None:
-    """The tied embedding, if this rank holds one of two copies of it."""
+def find_tied(stages: Sequence[Stage], mesh: Mesh) -> list[Shard]:
+    """The copies of the tied embedding on this rank: first stage's, last stage's, or none.
+
+    A V-shaped pipeline has both on its first rank.
+    """
     if mesh.layout.pp == 1:
-        return None
-    return next(
-        (
-            shard
-            for stage in stages
-            for shard in stage.shards
-            if shard.name == "embed" and stage.model.ties_embedding
-        ),
-        None,
-    )
+        return []
+    return [
+        shard
+        for stage in stages
+        for shard in stage.shards
+        if shard.name == "embed" and stage.model.ties_embedding
+    ]
 
 
 def sum_over_group(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -213,11 +213,20 @@ def sum_over_group(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
         tensor.copy_(part.view_as(tensor))
 
 
-def sum_tied(grad: Tensor, mesh: Mesh) -> None:
-    """Add the gradients of the two copies of a tied embedding, first stage and last.
+def sum_tied(grads: Sequence[Tensor], mesh: Mesh) -> None:
+    """Add the gradients of the two copies of a tied embedding, first stage and last, in place.
 
-    Both ranks add first + last, in that order, so the copies stay equal bit for bit.
+    Every copy gets first + last, added in that order, so the copies stay equal bit for bit.
+
+    Args:
+        grads: of the copies on this rank, in the order of the model.
+        mesh: this rank's.
     """
+    if len(grads) == 2:
+        first, last = grads
+        last.copy_(first.add_(last))
+        return
+    [grad] = grads
     is_first = mesh.coordinate.pp == 0
     peer = mesh.peer_at_stage(mesh.layout.pp - 1 if is_first else 0)
     theirs = torch.empty_like(grad)

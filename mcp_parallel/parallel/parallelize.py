@@ -49,13 +49,12 @@ def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """This rank's stages of the model, parallelised and initialised.
 
-    Interleaved schedules place stage s on pipeline rank ``s % pp``; otherwise there is one stage a
-    rank.
+    ``Layout.stages_of`` says which: one a rank, several that go round the ranks, or a V.
     """
     layout = mesh.layout
     ranges = split_layers(config.model.num_layers, layout.num_stages)
     stages = []
-    for index in range(mesh.coordinate.pp, layout.num_stages, layout.pp):
+    for index in layout.stages_of(mesh.coordinate.pp):
         is_first, is_last = index == 0, index == layout.num_stages - 1
         with torch.device("meta"):
             model = LlamaStage(

@@ -26,11 +26,14 @@ def batch_problems(config: Config) -> Iterator[Problem]:
         return
     count = train.global_batch_size // unit
     if not _pipelines(parallel, count):
-        rule = "a multiple of" if parallel.schedule == "interleaved" else "at least"
+        step, least = _microbatch_rule(parallel)
+        rule = (
+            f"a multiple of pp = {step}" if step > 1 else f"at least {_times_pp(parallel, least)}"
+        )
         yield Problem(
             "micro-batches over pp",
             "train.micro_batch_size",
-            f"leave {rule} pp = {parallel.pp} micro-batches to schedule {parallel.schedule}",
+            f"leave {rule} micro-batches to schedule {parallel.schedule}",
             f"{train.micro_batch_size} and {count} of them",
             ways("train.micro_batch_size", _micro_sizes(config), 2)
             + ways("train.global_batch_size", _global_sizes(config), 1)
@@ -38,26 +41,36 @@ def batch_problems(config: Config) -> Iterator[Problem]:
         )
 
 
-def _pipelines(parallel: ParallelConfig, num_microbatches: int) -> bool:
-    """Whether the schedule runs that many: torch's 1F1B fills every stage before it drains one.
+def _microbatch_rule(parallel: ParallelConfig) -> tuple[int, int]:
+    """(multiple of, at least): how many micro-batches the schedule runs.
 
-    Interleaved runs rounds of pp micro-batches; gpipe takes any number.
+    Chunks that go round the ranks take rounds of pp micro-batches; DualPipe's V fills twice as
+    many stages as ranks before it drains one; gpipe takes any number, the others pp.
     """
-    if parallel.schedule == "interleaved":
-        return num_microbatches % parallel.pp == 0
-    return parallel.schedule == "gpipe" or num_microbatches >= parallel.pp
+    pp, schedule = parallel.pp, parallel.schedule
+    if schedule == "interleaved" or (schedule == "zero_bubble" and parallel.virtual_stages > 1):
+        return pp, pp
+    if pp == 1 or schedule == "gpipe":
+        return 1, 1
+    return 1, 2 * pp if schedule == "dualpipev" else pp
+
+
+def _times_pp(parallel: ParallelConfig, least: int) -> str:
+    return f"pp = {least}" if least == parallel.pp else f"2 * pp = {least}"
+
+
+def _pipelines(parallel: ParallelConfig, num_microbatches: int) -> bool:
+    step, least = _microbatch_rule(parallel)
+    return num_microbatches % step == 0 and num_microbatches >= least
 
 
 def _global_sizes(config: Config) -> list[int]:
     """Global batches near the configured one that keep dp and the micro-batch."""
     train, parallel = config.train, config.parallel
-    unit, low = parallel.dp * train.micro_batch_size, 1
-    if parallel.schedule == "interleaved":
-        unit *= parallel.pp
-    elif parallel.schedule != "gpipe":
-        low = unit * parallel.pp
+    step, least = _microbatch_rule(parallel)
+    unit = parallel.dp * train.micro_batch_size
     high = int(BOUNDS["train.global_batch_size"].high)
-    return nearest_multiples(unit, train.global_batch_size, low, high)
+    return nearest_multiples(unit * step, train.global_batch_size, unit * least, high)
 
 
 def _micro_sizes(config: Config) -> list[int]:

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
 from mcp_parallel.rules.problem import (
     MAX_WAYS,
     Problem,
@@ -18,6 +19,7 @@ from mcp_parallel.rules.problem import (
     ways,
 )
 from mcp_parallel.rules.values import BOUNDS
+from mcp_parallel.schedules.action import SPLIT, V_SHAPED
 
 
 def head_problems(config: Config) -> Iterator[Problem]:
@@ -87,14 +89,23 @@ def stage_problems(config: Config) -> Iterator[Problem]:
     """Stages without a layer, and virtual stages that the schedule does not run."""
     layers, parallel = config.model.num_layers, config.parallel
     pp, virtual, schedule = parallel.pp, parallel.virtual_stages, parallel.schedule
-    stages = pp * virtual
+    each = Layout.from_config(parallel).stages_per_rank
+    stages = pp * each
     if stages > layers:
         yield Problem(
             "num_layers over stages",
             "parallel.pp",
             f"give each of its pp * virtual_stages stages a layer of num_layers = {layers}",
-            f"{pp} * {virtual} = {stages} stages",
+            f"{pp} * {each} = {stages} stages",
             _fewer_stages(config),
+        )
+    if pp > 1 and schedule in V_SHAPED and virtual > 2:
+        yield Problem(
+            "virtual_stages of a V",
+            "parallel.virtual_stages",
+            f"be 2 with schedule {schedule}, which runs two stages a rank",
+            str(virtual),
+            ways("parallel.virtual_stages", (2,)),
         )
     if virtual > 1 and (pp == 1 or schedule in ("gpipe", "1f1b")):
         reason = "pp = 1" if pp == 1 else f"schedule {schedule}"
@@ -119,10 +130,53 @@ def stage_problems(config: Config) -> Iterator[Problem]:
         )
 
 
+def split_backward_problems(config: Config) -> Iterator[Problem]:
+    """What does not go with schedules that split the backward.
+
+    A weight gradient on its own needs the parameters that its forward used, which ZeRO-3 has freed
+    in between, and goes a second time over what selective checkpointing gives out once.
+    """
+    parallel = config.parallel
+    if parallel.pp == 1 or parallel.schedule not in SPLIT:
+        return
+    if config.memory.activation_checkpointing == "selective":
+        yield Problem(
+            "selective checkpointing of a split backward",
+            "memory.activation_checkpointing",
+            f"be full or none with schedule {parallel.schedule} (its backward comes in two passes)",
+            "selective",
+            (
+                *ways("memory.activation_checkpointing", ("full", "none")),
+                _whole_backward(config),
+            ),
+        )
+    if parallel.zero == 3 and parallel.dp > 1:
+        yield Problem(
+            "zero over a split backward",
+            "parallel.zero",
+            f"be 2 or less with schedule {parallel.schedule} (its weight gradients come after "
+            "parameters are freed)",
+            "3",
+            ({"parallel.zero": 2}, _whole_backward(config)),
+        )
+
+
+def _whole_backward(config: Config) -> dict[str, Any]:
+    """The nearest schedule whose backward is whole."""
+    parallel = config.parallel
+    if parallel.virtual_stages > 1 and parallel.schedule not in V_SHAPED:
+        return {"parallel.schedule": "interleaved"}
+    return {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1}
+
+
 def _fewer_stages(config: Config) -> tuple[dict[str, Any], ...]:
     """Virtual stages or ranks that leave every stage a layer and suit the schedule."""
     layers, parallel = config.model.num_layers, config.parallel
     pp, virtual = parallel.pp, parallel.virtual_stages
+    if pp > 1 and parallel.schedule in V_SHAPED:
+        plain = {"parallel.pp": min(pp, layers), "parallel.virtual_stages": 1}
+        fitting = ways("parallel.pp", range(layers // 2, 1, -1), 2)
+        return (*fitting, {**plain, "parallel.schedule": "1f1b"})
     if virtual == 1:
         return ways("parallel.pp", range(layers, 0, -1))
     found = ways("parallel.virtual_stages", range(layers // pp, 1, -1), 2)

@@ -64,7 +64,6 @@ BOUNDS: dict[str, Bound] = {
 # Keys whose other values the configuration already knows and this version does not run.
 _HERE: dict[str, tuple[Any, ...]] = {
     "parallel.cp": (1,),
-    "parallel.schedule": ("1f1b", "gpipe", "interleaved"),
     "train.precision": ("fp32", "fp64"),
     "train.fp32_embedding_steps": (0,),
     "memory.activation_compression": ("none",),

@@ -1,0 +1,132 @@
+"""A pipeline plan, run on the stages of ``torch.distributed.pipelining``.
+
+The order is ours (``mcp_parallel.schedules``); torch's runtime adds the messages between ranks and,
+with ``fully_shard``, the gathering of parameters and the reduction of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout, split_dim
+from mcp_parallel.parallel.clock import Clock, Occupation
+from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.parallelize import DTYPES, Stage
+from mcp_parallel.schedules.action import Plan
+from mcp_parallel.schedules.build import build_plan
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+"""(logits ``[b, S, V]``, targets ``[b, S]``) -> this micro-batch's share of the step's loss."""
+
+
+class Pipeline:
+    """Several pipeline ranks: each runs its order of the plan.
+
+    Shapes of what stages exchange are given to torch, so no metadata is sent and no trial
+    forward runs.
+
+    Args:
+        stages: this rank's, in the order of the model.
+        config: the run.
+        mesh: this rank's.
+        loss: of one micro-batch, already divided by the global number of tokens.
+    """
+
+    def __init__(
+        self, stages: Sequence[Stage], config: Config, mesh: Mesh, loss: LossFunction
+    ) -> None:
+        self.has_first = any(s.is_first for s in stages)
+        self.has_last = any(s.is_last for s in stages)
+        self.occupation: Occupation | None = None
+        self._clock = clock = Clock(mesh.device)
+        self.plan = plan_of(config, mesh.layout)
+
+        def timed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+            with clock.working():
+                return loss(logits, targets)
+
+        # The loss is already divided by the global number of tokens: nothing is left to scale.
+        self.schedule = _PipelineScheduleRuntime(
+            [_torch_stage(stage, config, mesh, clock) for stage in stages],
+            self.plan.num_microbatches,
+            loss_fn=timed_loss,
+            scale_grads=False,
+        )
+        self.schedule._prepare_schedule_with_comms(torch_actions(self.plan))
+        self._zero = torch.zeros((), dtype=DTYPES[config.train.precision], device=mesh.device)
+
+    def run(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """See ``Executor.run``."""
+        losses: list[Tensor] = []
+        args = (inputs,) if self.has_first else ()
+        self._clock.start()
+        if self.has_last:
+            self.schedule.step(*args, target=targets, losses=losses, return_outputs=False)
+        else:
+            self.schedule.step(*args, return_outputs=False)
+        self.occupation = self._clock.stop()
+        return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero
+
+
+def plan_of(config: Config, layout: Layout) -> Plan:
+    """The pipeline plan of a checked config at ``layout``."""
+    rows_per_rank = config.train.global_batch_size // layout.dp
+    num_microbatches = rows_per_rank // config.train.micro_batch_size
+    return build_plan(layout.schedule, layout.pp, num_microbatches, layout.stages_per_rank)
+
+
+def torch_actions(plan: Plan) -> dict[int, list[_Action | None]]:
+    """The plan in the words of torch's runtime, by pipeline rank."""
+    return {
+        rank: [_Action.from_str(f"{a.stage}{a.kind}{a.microbatch}") for a in order]
+        for rank, order in enumerate(plan.orders)
+    }
+
+
+class _TimedStage(PipelineStage):
+    """A stage whose work is on the clock; waiting for messages happens outside of these calls."""
+
+    clock: Clock
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.working():
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.working():
+            return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.clock.working():
+            return super().backward_weight_one_chunk(*args, **kwargs)
+
+
+def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> PipelineStage:
+    layout, model = mesh.layout, config.model
+    rows, dtype = config.train.micro_batch_size, DTYPES[config.train.precision]
+    split_sequence = layout.tp > 1 and layout.sequence_parallel
+    seq_len = model.seq_len // layout.tp if split_sequence else model.seq_len
+    _, vocab = split_dim(model.vocab_size, layout.tp, mesh.coordinate.tp)
+    tokens = torch.empty(rows, model.seq_len, dtype=torch.int64, device="meta")
+    hidden = torch.empty(
+        rows, seq_len, model.hidden_size, dtype=dtype, device="meta", requires_grad=True
+    )
+    logits = torch.empty(rows, model.seq_len, vocab, dtype=dtype, device="meta", requires_grad=True)
+    made = _TimedStage(
+        stage.model,
+        stage.index,
+        layout.num_stages,
+        mesh.device,
+        input_args=(tokens if stage.is_first else hidden,),
+        output_args=(logits if stage.is_last else hidden,),
+        group=mesh.group("pp"),
+    )
+    made.clock = clock
+    return made
