@@ -177,6 +177,12 @@ constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim) {
   const int64_t d = attn_ld(head_dim), e = attn_ld(value_dim);
   return kAttnRows * kAttnKeys + (kAttnKeys + kAttnBlocks * kAttnRows) * (d + e);
 }
+// Of a streamed task of `rows` rows in all, and of joining its splits.
+inline int64_t attn_stream_scratch(const FlashAttnArgs& args, int64_t rows) {
+  const int64_t d = attn_ld(args.head_dim), e = attn_ld(args.value_dim);
+  const int64_t copied = attn_is_in_place(args) ? d : kAttnKeys * (d + e);
+  return kAttnRows * (kAttnKeys + e) + rows * d + copied;
+}
 constexpr int64_t attn_backward_scratch(int64_t head_dim, int64_t value_dim) {
   const int64_t d = attn_ld(head_dim), e = attn_ld(value_dim);
   return 2 * kAttnRows * kAttnKeys + kAttnKeys * (d + e);

@@ -249,12 +249,13 @@ void run_flash_attn(const FlashAttnArgs& args, const FlashAttnBody& body,
   };
   std::vector<AttnHead> streamed = choose(all, is_streamed), split = choose(all, is_split),
                         packed = choose(all, is_packed);
+  if (!streamed.empty()) stream_heads(work, streamed);
+  if (packed.empty() && split.empty()) return;
   const int64_t scratch_bytes =
       array_bytes(args, attn_forward_scratch(args.head_dim, args.value_dim));
   const Memory scratch(work.num_threads * scratch_bytes);
   if (!packed.empty()) forward_packed(work, scratch, scratch_bytes, packed);
   if (!split.empty()) forward_split(work, scratch, scratch_bytes, split);
-  if (!streamed.empty()) stream_heads(work, scratch, scratch_bytes, streamed);
 }
 
 void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,

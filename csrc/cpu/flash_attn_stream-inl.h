@@ -5,9 +5,24 @@
 //
 // Registers are loaded in pairs of 2 * kLanes neighbouring elements, in whatever order is cheapest
 // to widen: load_pair says which. Query rows and sums keep that order until the rows are done.
+//
+// Groups of kStreamKeys keys meet one head after another, so that reads jump from row to row and
+// hardware does not see what comes next. Each read of a group therefore asks for the same place of
+// the group after it: by the time that one's turn comes its rows are in the second cache. After the
+// last keys of a tile come its values, after those the keys of the next tile.
 
 // Keys that all heads of a task meet before the next ones are read.
 constexpr int kStreamKeys = 16;
+
+// Asks for the cache line of `from`: of 16-bit elements, whose 2 * kLanes are at most a line. It is
+// a wish: where nothing lies there, nothing happens. Wider ones leave memory less time between two
+// reads than it needs, and asking early only gets in its way.
+template <class E>
+inline void read_ahead(const E* from) {
+  if constexpr (sizeof(E) == 2) {
+    __builtin_prefetch(from, 0, 2);  // not into the first cache, which the group at hand fills
+  }
+}
 
 // 2 * kLanes elements, widened. Of bfloat16 a takes those of even index and b the others: one shift
 // or mask widens a register, where the order of memory would take a shuffle as well.
@@ -43,8 +58,9 @@ inline void put_in_order(typename S::Scalar* row, int64_t width) {
 // scores[r * kAttnKeys + j] = q_r k_j for R rows and kLanes / R keys; width a whole number of
 // registers.
 template <class S, class E, int R>
-inline void stream_scores(const typename S::Scalar* q, int64_t ldq, const E* const* k, int64_t head,
-                          int64_t width, typename S::Scalar* scores) {
+inline void stream_scores(const typename S::Scalar* q, int64_t ldq, const E* const* k,
+                          const E* const* next, int64_t head, int64_t width,
+                          typename S::Scalar* scores) {
   using Vec = typename S::Vec;
   constexpr int kKeys = S::kLanes / R, kPair = 2 * S::kLanes;
   Vec sums[S::kLanes] = {};
@@ -59,6 +75,7 @@ inline void stream_scores(const typename S::Scalar* q, int64_t ldq, const E* con
 #pragma GCC unroll 16
     for (int j = 0; j < kKeys; ++j) {
       Vec a, b;
+      read_ahead(next[j] + head + d);
       load_pair<S>(k[j] + head + d, a, b);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -87,8 +104,8 @@ inline void stream_scores(const typename S::Scalar* q, int64_t ldq, const E* con
 // o_r += sum_j p[r, j] v_j for R rows, N pairs of registers of columns (or one register, N = 0) and
 // `count` keys.
 template <class S, class E, int R, int N>
-inline void stream_values(const typename S::Scalar* p, const E* const* v, int64_t column,
-                          int64_t count, typename S::Scalar* o, int64_t ldo) {
+inline void stream_values(const typename S::Scalar* p, const E* const* v, const E* const* next,
+                          int64_t column, int64_t count, typename S::Scalar* o, int64_t ldo) {
   using Vec = typename S::Vec;
   constexpr int kVecs = N == 0 ? 1 : 2 * N;
   Vec sums[R][kVecs];
@@ -104,6 +121,7 @@ inline void stream_values(const typename S::Scalar* p, const E* const* v, int64_
     } else {
 #pragma GCC unroll 2
       for (int n = 0; n < N; ++n) {
+        read_ahead(next[j] + column + 2 * n * S::kLanes);
         load_pair<S>(v[j] + column + 2 * n * S::kLanes, value[2 * n], value[2 * n + 1]);
       }
     }
@@ -122,17 +140,18 @@ inline void stream_values(const typename S::Scalar* p, const E* const* v, int64_
 }
 
 template <class S, class E, int R>
-void stream_columns(const typename S::Scalar* p, const E* const* v, int64_t head, int64_t count,
-                    int64_t width, typename S::Scalar* o, int64_t ldo) {
+void stream_columns(const typename S::Scalar* p, const E* const* v, const E* const* next,
+                    int64_t head, int64_t count, int64_t width, typename S::Scalar* o,
+                    int64_t ldo) {
   constexpr int kPair = 2 * S::kLanes;
   int64_t e = 0;
   for (; e + 2 * kPair <= width; e += 2 * kPair) {
-    stream_values<S, E, R, 2>(p, v, head + e, count, o + e, ldo);
+    stream_values<S, E, R, 2>(p, v, next, head + e, count, o + e, ldo);
   }
   for (; e + kPair <= width; e += kPair) {
-    stream_values<S, E, R, 1>(p, v, head + e, count, o + e, ldo);
+    stream_values<S, E, R, 1>(p, v, next, head + e, count, o + e, ldo);
   }
-  if (e < width) stream_values<S, E, R, 0>(p, v, head + e, count, o + e, ldo);
+  if (e < width) stream_values<S, E, R, 0>(p, v, next, head + e, count, o + e, ldo);
 }
 
 // Calls step<R>(r) so that rows [0, rows) are covered in groups of 4, 2 and 1.
@@ -208,6 +227,8 @@ template <class S, class E>
 void stream_keys(Stream<S, E>& stream, int64_t count) {
   ForwardBlock<S>& block = stream.block;
   for (int64_t j = 0; j < count; j += kStreamKeys) {
+    const E* const* next =
+        j + kStreamKeys < count ? stream.k.rows + j + kStreamKeys : stream.v.rows;
     for (int64_t h = 0; h < stream.num_heads; ++h) {
       const int64_t head = h * block.args.k.head;
       in_row_groups(stream.rows, [&](auto group, int r) {
@@ -217,7 +238,7 @@ void stream_keys(Stream<S, E>& stream, int64_t count) {
           const int64_t row = h * stream.rows + r + part;
           for (int i = 0; i < kStreamKeys; i += kKeys) {
             stream_scores<S, E, R>(block.q + row * block.ldq, block.ldq, stream.k.rows + j + i,
-                                   head, stream.dim, block.s + row * kAttnKeys + j + i);
+                                   next + i, head, stream.dim, block.s + row * kAttnKeys + j + i);
           }
         }
       });
@@ -231,10 +252,12 @@ void stream_weighted(Stream<S, E>& stream, int64_t count) {
   ForwardBlock<S>& block = stream.block;
   for (int64_t j = 0; j < count; j += kStreamKeys) {
     const int64_t part = std::min<int64_t>(kStreamKeys, count - j);
+    const E* const* next =
+        j + kStreamKeys < count ? stream.v.rows + j + kStreamKeys : stream.k.rows;
     for (int64_t h = 0; h < stream.num_heads; ++h) {
       in_row_groups(stream.rows, [&](auto group, int r) {
         const int64_t row = h * stream.rows + r;
-        stream_columns<S, E, group.value>(block.s + row * kAttnKeys + j, stream.v.rows + j,
+        stream_columns<S, E, group.value>(block.s + row * kAttnKeys + j, stream.v.rows + j, next,
                                           h * block.args.v.head, part, stream.value_dim,
                                           block.o + row * block.ldo, block.ldo);
       });
@@ -251,15 +274,17 @@ void stream_weighted_parts(Stream<S, E>& stream, int64_t tile_key, int64_t count
     const int64_t last = std::min<int64_t>(count, block.keys[row].last - tile_key);
     if (first >= last) continue;
     stream_columns<S, E, 1>(block.s + row * kAttnKeys + first, stream.v.rows + first,
-                            row / stream.rows * block.args.v.head, last - first, stream.value_dim,
-                            block.o + row * block.ldo, block.ldo);
+                            stream.v.rows + first, row / stream.rows * block.args.v.head,
+                            last - first, stream.value_dim, block.o + row * block.ldo, block.ldo);
   }
 }
 
-template <class S, class E>
-void stream_tile(Stream<S, E>& stream, int64_t tile_key, int64_t count) {
+// Keys [tile_key, tile_key + count); find_next is called when its rows of k are done with.
+template <class S, class E, class FindNext>
+void stream_tile(Stream<S, E>& stream, int64_t tile_key, int64_t count, const FindNext& find_next) {
   ForwardBlock<S>& block = stream.block;
   stream_keys<S, E>(stream, count);
+  find_next();
   find_maxima<S>(block, tile_key, count);
   exponentials<S>(block, tile_key, count);
   bool all_see_all = true;
@@ -308,16 +333,18 @@ template <class S, class E>
 void stream(const FlashAttnArgs& args, const AttnStreamTask& task, void* scratch) {
   using T = typename S::Scalar;
   const AttnSequence& seq = *task.sequence;
-  T* tile = static_cast<T*>(scratch);
-  E* spare = reinterpret_cast<E*>(tile + kAttnRows * kAttnKeys);  // [kAttnKeys][D + E], padded
-  T* own =
-      tile + kAttnRows * kAttnKeys + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
   const int64_t rows = seq.num_rows * (args.heads / args.kv_heads);
+  const int64_t all_rows = rows * task.num_heads;
+  // As attn_stream_scratch counts: scores, o, q, then what is copied.
+  T* tile = static_cast<T*>(scratch);
+  T* own = tile + all_rows * kAttnKeys;
+  E* spare = reinterpret_cast<E*>(own + kAttnRows * attn_ld(args.value_dim) +
+                                  all_rows * attn_ld(args.head_dim));
   AttnHead head{};
   head.sequence = &seq;
   head.kv_head = task.kv_head;
   ForwardBlock<S> block(args, head, 0, rows, tile, own);
-  for (; block.rows < rows * task.num_heads; ++block.rows) {
+  for (; block.rows < all_rows; ++block.rows) {
     const int r = block.rows;
     block.place[r] = attn_place(args, task.kv_head + r / rows, r % rows);
     block.keys[r] = block.keys[r % rows];
@@ -334,15 +361,21 @@ void stream(const FlashAttnArgs& args, const AttnStreamTask& task, void* scratch
                       {args, seq, args.v, seq.v + task.kv_head * args.v.head, args.v_page}};
   const int64_t last = std::min(task.last_key, block.seen.last);
   int64_t key = std::max(task.first_key, block.seen.first / kStreamKeys * kStreamKeys);
+  const bool is_in_place = attn_is_in_place(args);
+  const auto count_of = [&](int64_t first) { return std::min<int64_t>(kAttnKeys, last - first); };
+  const auto find_keys = [&](int64_t first) {
+    if (first >= last) return;
+    stream.k.find(first, count_of(first));
+    if (!is_in_place) stream.k.copy_to(spare, count_of(first), args.head_dim, stream.dim);
+  };
+  find_keys(key);
   for (; key < last; key += kAttnKeys) {
-    const int64_t count = std::min<int64_t>(kAttnKeys, last - key);
-    stream.k.find(key, count);
+    const int64_t count = count_of(key);
     stream.v.find(key, count);
-    if (!attn_is_in_place(args)) {
-      stream.k.copy_to(spare, count, args.head_dim, stream.dim);
+    if (!is_in_place) {
       stream.v.copy_to(spare + kAttnKeys * stream.dim, count, args.value_dim, stream.value_dim);
     }
-    stream_tile<S, E>(stream, key, count);
+    stream_tile<S, E>(stream, key, count, [&] { find_keys(key + kAttnKeys); });
   }
   for (int r = 0; r < block.rows; ++r) {
     T* o = block.o + r * block.ldo;

@@ -65,21 +65,29 @@ std::vector<Piece> cut_keys(const FlashAttnArgs& args, const std::vector<AttnHea
 
 }  // namespace
 
-void stream_heads(const Work& work, const Memory& scratch, int64_t scratch_bytes,
-                  std::vector<AttnHead>& heads) {
+void stream_heads(const Work& work, std::vector<AttnHead>& heads) {
   const FlashAttnArgs& args = work.args;
-  int64_t num_scalars;
+  int64_t num_scalars, most_rows = 0;
   const std::vector<Piece> pieces = cut_keys(args, heads, num_scalars);
-  const Memory partials(num_scalars * scalar_bytes(args));
   const int64_t num_pieces = static_cast<int64_t>(pieces.size());
+  for (const Piece& piece : pieces) {
+    most_rows = std::max(most_rows, piece.num_heads * rows_of(args, heads[piece.head]));
+  }
+  const int64_t scratch_bytes = array_bytes(args, attn_stream_scratch(args, most_rows));
+  const int64_t num_workers = std::min(work.num_threads, num_pieces);
+  const KeptMemory memory(num_workers * scratch_bytes + num_scalars * scalar_bytes(args));
+  const auto scratch_of = [&](int64_t worker) { return memory.at(worker * scratch_bytes); };
+  const auto partial_at = [&](int64_t slot) {
+    return memory.at(num_workers * scratch_bytes + slot * scalar_bytes(args));
+  };
   work.share(num_pieces, [&](int64_t i, int64_t worker) {
     const Piece& piece = pieces[i];
     const AttnHead& head = heads[piece.head];
-    void* partial = piece.num_splits == 1 ? nullptr : partials.at(piece.slot * scalar_bytes(args));
+    void* partial = piece.num_splits == 1 ? nullptr : partial_at(piece.slot);
     work.body.stream(
         args,
         {head.sequence, head.kv_head, piece.num_heads, piece.first_key, piece.last_key, partial},
-        scratch.at(worker * scratch_bytes));
+        scratch_of(worker));
   });
   if (num_scalars == 0) return;
   work.share(num_pieces, [&](int64_t i, int64_t worker) {
@@ -90,9 +98,9 @@ void stream_heads(const Work& work, const Memory& scratch, int64_t scratch_bytes
       AttnForwardTask task{};
       task.head = &heads[piece.head + h];
       task.last_row = rows;
-      task.partial = partials.at((piece.slot + h * head_scalars) * scalar_bytes(args));
+      task.partial = partial_at(piece.slot + h * head_scalars);
       work.body.join(args, task, piece.num_splits, piece.num_heads * head_scalars,
-                     scratch.at(worker * scratch_bytes));
+                     scratch_of(worker));
     }
   });
 }

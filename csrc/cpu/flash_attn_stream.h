@@ -9,7 +9,6 @@ namespace mcp {
 
 // Fills out and lse of `heads`, neighbours of one sequence side by side, with at most
 // kAttnStreamRows rows each. Long keys are split, so that threads share them.
-void stream_heads(const Work& work, const Memory& scratch, int64_t scratch_bytes,
-                  std::vector<AttnHead>& heads);
+void stream_heads(const Work& work, std::vector<AttnHead>& heads);
 
 }  // namespace mcp

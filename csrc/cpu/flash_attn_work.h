@@ -6,7 +6,9 @@
 #endif
 
 #include <algorithm>
+#include <memory>
 #include <new>
+#include <utility>
 
 #include "cpu/flash_attn_run.h"
 
@@ -22,7 +24,8 @@ constexpr int64_t kHugePage = 2 << 20;
 // thousands of page faults would take several percent of a call.
 class Memory {
  public:
-  explicit Memory(int64_t bytes) : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine) {
+  explicit Memory(int64_t bytes)
+      : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine), bytes_(bytes) {
     const size_t size = static_cast<size_t>(attn_round_up(std::max<int64_t>(bytes, 1), align_));
     data_ = static_cast<char*>(::operator new(size, std::align_val_t(align_)));
 #if defined(__linux__)
@@ -33,10 +36,37 @@ class Memory {
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
   char* at(int64_t byte) const { return data_ + byte; }
+  int64_t bytes() const { return bytes_; }
 
  private:
-  int64_t align_;
+  int64_t align_, bytes_;
   char* data_;
+};
+
+// What a thread may keep from call to call: scratch of a decoding step on a dozen threads.
+constexpr int64_t kKeptBytes = 1 << 20;
+
+// Memory of which a thread keeps the last piece for its next call, up to kKeptBytes: a step of
+// decoding is too short to wait for fresh pages, whatever the allocator gave back to the system.
+class KeptMemory {
+ public:
+  explicit KeptMemory(int64_t bytes) {
+    if (bytes <= kKeptBytes) memory_ = std::move(kept());
+    if (memory_ == nullptr || memory_->bytes() < bytes) memory_ = std::make_unique<Memory>(bytes);
+  }
+  ~KeptMemory() {
+    if (memory_->bytes() <= kKeptBytes) kept() = std::move(memory_);
+  }
+  KeptMemory(const KeptMemory&) = delete;
+  KeptMemory& operator=(const KeptMemory&) = delete;
+  char* at(int64_t byte) const { return memory_->at(byte); }
+
+ private:
+  static std::unique_ptr<Memory>& kept() {
+    static thread_local std::unique_ptr<Memory> memory;
+    return memory;
+  }
+  std::unique_ptr<Memory> memory_;
 };
 
 inline int64_t scalar_bytes(const FlashAttnArgs& args) {
