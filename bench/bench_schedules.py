@@ -1,0 +1,157 @@
+"""The bubble of every schedule, measured on ranks whose work is to sleep.
+
+A stage sleeps in its forward, its input gradient and its weight gradient, and is run by the
+trainer's own pipeline: what is idle beyond theory is what that costs. Sleeping takes no CPU, so
+four ranks keep time on two cores. Theory is the plan's simulation with the same times, which for
+GPipe, 1F1B and interleaved is (p - 1) / (m v + p - 1).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import RankPool
+from torch import Tensor, nn
+
+from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
+from mcp_parallel.parallel.clock import Occupation, bubbles
+from mcp_parallel.parallel.mesh import build_mesh
+from mcp_parallel.parallel.parallelize import Stage
+from mcp_parallel.parallel.pipeline import Pipeline, plan_of
+from mcp_parallel.schedules.simulate import Costs, simulate
+
+PP = 4
+# Of a rank's whole part of a micro-batch, as forward 20 ms and backward 40 ms.
+WORK_S = 0.02
+HIDDEN, SEQ_LEN = 4, 2
+
+CASES = [  # schedule, micro-batches, virtual stages
+    ("gpipe", 8, 1),
+    ("1f1b", 4, 1),
+    ("1f1b", 8, 1),
+    ("1f1b", 16, 1),
+    ("interleaved", 8, 2),
+    ("zero_bubble", 8, 1),
+    ("zero_bubble", 8, 2),
+    ("zbv", 8, 1),
+    ("dualpipev", 8, 1),
+]
+
+
+class _Sleep(torch.autograd.Function):
+    """The value unchanged; sleeps so long in forward and so long in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return grads[0].contiguous(), None, None  # the loss sends an expanded one
+
+
+class SleepStage(nn.Module):
+    """Takes ``work_s`` for a forward, an input gradient and a weight gradient each."""
+
+    def __init__(self, work_s: float, is_first: bool) -> None:
+        super().__init__()
+        self.work_s, self.is_first = work_s, is_first
+        self.weight = nn.Parameter(torch.zeros(HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_first:
+            x = torch.zeros(*x.shape, HIDDEN, requires_grad=True)
+        return _Sleep.apply(x, self.work_s, self.work_s) + _Sleep.apply(
+            self.weight, 0.0, self.work_s
+        )
+
+
+def configure(schedule, microbatches, virtual_stages):
+    base = Config()
+    model = replace(base.model, hidden_size=HIDDEN, vocab_size=HIDDEN, seq_len=SEQ_LEN)
+    parallel = replace(base.parallel, pp=PP, schedule=schedule, virtual_stages=virtual_stages)
+    train = replace(base.train, global_batch_size=microbatches, micro_batch_size=1)
+    return replace(base, model=model, parallel=parallel, train=train)
+
+
+def measure(rank, world, cases, rounds):
+    """Bubbles by case and round: mean over ranks, as the trainer's own metric has it."""
+    pipelines = []
+    for case in cases:
+        config = configure(*case)
+        layout = Layout.from_config(config.parallel)
+        mesh = build_mesh(layout, torch.device("cpu"))
+        assert mesh is not None
+        last = layout.num_stages - 1
+        stages = [
+            Stage(s, SleepStage(WORK_S / layout.stages_per_rank, s == 0), [], s == 0, s == last)  # pyright: ignore[reportArgumentType]
+            for s in layout.stages_of(rank)
+        ]
+        pipelines.append(Pipeline(stages, config, mesh, lambda logits, targets: logits.sum()))
+    found = [[] for _ in cases]
+    for turn in range(rounds + 1):
+        for case, pipeline, means in zip(cases, pipelines, found, strict=True):
+            tokens = torch.zeros(case[1], SEQ_LEN, dtype=torch.int64)
+            dist.barrier()
+            pipeline.run(tokens, tokens)
+            own = pipeline.occupation
+            times = [torch.zeros(2, dtype=torch.float64) for _ in range(world)]
+            dist.all_gather(times, torch.tensor([own.busy_s, own.wall_s], dtype=torch.float64))
+            if turn > 0:  # the first connects the ranks
+                each = bubbles([Occupation(*pair.tolist()) for pair in times])
+                means.append(sum(each) / world)
+    return found
+
+
+def theory(case):
+    config = configure(*case)
+    plan = plan_of(config, Layout.from_config(config.parallel))
+    timeline = simulate(plan, Costs())
+    return sum(timeline.bubble(rank) for rank in range(PP)) / PP
+
+
+def run(benchmark, cases):
+    """``(figures of each case over rounds)``; interleaved, so that load meets all alike."""
+    pool = RankPool(PP)
+    rounds = 1 if benchmark.disabled else 7
+    try:
+        found = benchmark.pedantic(
+            lambda: pool.run(measure, cases, rounds, timeout=300.0)[0], rounds=1
+        )
+    finally:
+        pool.close()
+    return [{"min": min(values), "median": statistics.median(values)} for values in found]
+
+
+def rounded(figures):
+    return {name: round(value, 4) for name, value in figures.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-m{case[1]}-v{case[2]}")
+def bench_bubble(benchmark, case):
+    [figures] = run(benchmark, [case])
+    expected = theory(case)
+    # Sleeping is exact or late, never early: less than theory would be a wrong measurement, but
+    # for lateness that counts as work, a fiftieth at most on a machine that can be measured on.
+    assert figures["min"] > 0.98 * expected - 0.02
+    benchmark.extra_info["bubble"] = rounded(figures)
+    benchmark.extra_info["bubble_in_theory"] = {"min": round(expected, 4), "median": "same"}
+    above = {name: value - expected for name, value in figures.items()}
+    benchmark.extra_info["bubble_above_theory"] = rounded(above)
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "zbv", "dualpipev"])
+def bench_bubble_over_1f1b(benchmark, schedule):
+    ours, peer = run(benchmark, [(schedule, 8, 1), ("1f1b", 8, 1)])
+    ratio = {name: ours[name] / peer[name] for name in ours}
+    benchmark.extra_info["bubble_over_1f1b"] = rounded(ratio)
