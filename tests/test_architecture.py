@@ -23,6 +23,7 @@ FORBIDDEN = {
     "mcp_parallel/config.py": ["torch", "numpy"],
     "mcp_parallel/layout.py": ["torch", "numpy"],
     "mcp_parallel/check.py": ["torch", "numpy"],
+    "mcp_parallel/schedules/": ["torch", "numpy"],
     "mcp_parallel/presets.py": ["torch", "numpy"],
     "mcp_parallel/checkpoint/manifest.py": ["torch", "numpy"],
     "mcp_parallel/cli/main.py": ["torch", "numpy"],

@@ -54,6 +54,16 @@ def train(folder: Path, run: Config, steps: range, status: int = OK) -> None:
     monitor.close(status)
 
 
+def test_the_bubble_of_a_pipeline_is_recorded(tmp_path):
+    monitor = Monitor(config("train.steps=2"), tmp_path, start_step=0, is_main=True)
+    monitor.record(0, Result(loss=1.0, bubbles=(0.25, 0.5)), lr=0.1, step_time_s=0.5)
+    monitor.record(1, Result(loss=1.0), lr=0.1, step_time_s=0.5)
+    monitor.close(OK)
+    first, second = rows(tmp_path)
+    assert (first["bubble"], first["bubble_by_rank"]) == (0.375, [0.25, 0.5])
+    assert not {"bubble", "bubble_by_rank"} & set(second)
+
+
 # ---------------------------------------------------------------- run folder
 
 
