@@ -274,6 +274,9 @@ THREAD_CASES = [
     ((3, 130, 200, 4, 2, 16, 16), {"causal": True}),
     ((1, 600, 1200, 1, 1, 16, 16), {"window_size": (300, 20)}),
     ((1, 1, 5000, 8, 2, 32, 32), {}),
+    # More than 4 blocks of 48 rows a task on one thread, 4 on more; rows of k near and far.
+    ((1, 500, 500, 4, 1, 16, 16), {"causal": True, "window_size": (200, 0)}),
+    ((1, 250, 300, 10, 5, 128, 16), {"causal": True}),
     ((2, 100, 100, 2, 2, 16, 16), {"bias": (1, 2, 1, 100)}),
     ((2, 100, 100, 2, 2, 16, 16), {"sink": (2,)}),
 ]

@@ -29,9 +29,11 @@ enum class AttnType { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 // Rows of a tile of scores: 8 micro-tiles of 6; with kAttnKeys columns it takes 24 KiB of L1.
 constexpr int kAttnRows = 48;
 constexpr int kAttnKeys = 128;
-// Blocks of rows that meet one tile of keys before the next is read: packed keys of long sequences
-// come from a shared cache, and come a quarter as often.
+// Blocks of rows that meet one tile of keys before the next is read, at least where there are as
+// many: packed keys of long sequences come from a shared cache, and come a quarter as often.
 constexpr int kAttnBlocks = 4;
+// And at most: packing a tile for so many costs ~1 % of what they do with it.
+constexpr int kAttnMostBlocks = 16;
 // Keys that lie side by side in a packed panel: the 4 registers of a micro-tile on AVX-512.
 constexpr int kAttnPanel = 64;
 // Widths are padded with zeros to this, a whole number of registers on every instruction set.
@@ -122,8 +124,8 @@ struct AttnHead {
   std::atomic<bool> is_finite;  // q, k, v and dout as far as they are packed
 };
 
-// Keys [first_key, last_key) for rows [first_row, last_row), at most kAttnBlocks blocks of them, or
-// one where `partial` is wanted.
+// Keys [first_key, last_key) for rows [first_row, last_row), at most the blocks that the scratch is
+// for, or one a head where `partial` is wanted. first_key is a multiple of kAttnKeys.
 struct AttnForwardTask {
   AttnHead* head;  // packed, or only its sequence and kv_head where is_packed is false
   bool is_packed;
@@ -172,10 +174,10 @@ inline bool attn_is_in_place(const FlashAttnArgs& args) {
          args.value_dim % kAttnPad == 0;
 }
 
-// Scalars of scratch that one worker needs.
-constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim) {
+// Scalars of scratch that one worker needs for tasks of up to so many blocks.
+constexpr int64_t attn_forward_scratch(int64_t head_dim, int64_t value_dim, int64_t blocks) {
   const int64_t d = attn_ld(head_dim), e = attn_ld(value_dim);
-  return kAttnRows * kAttnKeys + (kAttnKeys + kAttnBlocks * kAttnRows) * (d + e);
+  return kAttnRows * kAttnKeys + (kAttnKeys + blocks * kAttnRows) * (d + e);
 }
 // Of a streamed task of `rows` rows in all, and of joining its splits.
 inline int64_t attn_stream_scratch(const FlashAttnArgs& args, int64_t rows) {

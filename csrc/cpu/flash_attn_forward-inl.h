@@ -91,25 +91,35 @@ void find_maxima(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
   }
 }
 
+// Maximum of a row, as an exponent of 2, from which on its rounding would show in exponentials or
+// itself overflow: that of a mask of large numbers, and of a row that has seen no key.
+constexpr double kLargestShift = 1 << 12;
+
 // Scores become exp(s - max); hidden ones exactly 0.
 template <class S>
 void exponentials(ForwardBlock<S>& block, int64_t tile_key, int64_t count) {
   using T = typename S::Scalar;
-  const auto factor = S::set1(static_cast<T>(block.to_natural() * kLog2E));
+  const T to_binary = static_cast<T>(block.to_natural() * kLog2E);
+  const auto factor = S::set1(to_binary);
   const int64_t width = attn_round_up(count, S::kLanes);
   for (int r = 0; r < block.rows; ++r) {
     T* row = block.s + r * kAttnKeys;
     const KeyRange seen = in_tile(block.keys[r], tile_key, count);
-    // One rounding of the maximum more than in factor * (x - max), which is less than a score is
-    // off by; of a row that has seen none, whose maximum is the lowest number, it would overflow.
-    const bool has_seen = block.row_max[r] != std::numeric_limits<T>::lowest();
-    const auto shift = has_seen ? S::set1(-block.row_max[r]) * factor : typename S::Vec{};
     auto sum = typename S::Vec{};
-    visit_seen<S>(row, seen, [&](int64_t v, auto x) {
-      const auto p = S::exp2(S::fma(x, factor, shift));
+    const auto put = [&](int64_t v, auto p) {
       sum = sum + p;
       S::store(row + v, p);
-    });
+    };
+    const T exponent = block.row_max[r] * to_binary;
+    if (std::abs(exponent) < kLargestShift) {
+      // One rounding of the maximum more than below, which is less than a score is off by.
+      const auto shift = S::set1(-exponent);
+      visit_seen<S>(row, seen,
+                    [&](int64_t v, auto x) { put(v, S::exp2(S::fma(x, factor, shift))); });
+    } else {
+      const auto maximum = S::set1(block.row_max[r]);
+      visit_seen<S>(row, seen, [&](int64_t v, auto x) { put(v, S::exp2((x - maximum) * factor)); });
+    }
     const auto clear = [&](int64_t from, int64_t to) {
       for (int64_t v = from; v < to; v += S::kLanes) S::store(row + v, typename S::Vec{});
     };
@@ -193,26 +203,33 @@ void finish_rows(ForwardBlock<S>& block) {
   }
 }
 
-// The part of a tile that a block sees: packed here, or packed before.
+// Where the factors of a tile of keys lie, and whether all of them are finite.
+template <class S>
+struct PackedTile {
+  const UnitOf<S>* k_panels;
+  const UnitOf<S>* v_rows;
+  bool is_finite;
+};
+
+// Keys [key, end) of a KV head: packed before, or now, into `scratch`.
 template <class S, class E>
-void meet_tile(ForwardBlock<S>& block, const AttnForwardTask& task, int64_t key, int64_t count,
-               UnitOf<S>* scratch) {
-  const FlashAttnArgs& args = block.args;
+PackedTile<S> packed_tile(const FlashAttnArgs& args, const AttnForwardTask& task, int64_t kv_head,
+                          int64_t key, int64_t end, UnitOf<S>* scratch) {
+  const AttnHead& head = *task.head;
   if (task.is_packed) {
-    const auto* k_panels = static_cast<const UnitOf<S>*>(task.head->k_panels);
-    const auto* v_rows = static_cast<const UnitOf<S>*>(task.head->v_rows);
-    forward_tile<S>(block, key, count, k_panels + key * units_of<S>(args.head_dim),
-                    v_rows + key / Factors<S>::kDepth * block.ldo,
-                    task.head->is_finite.load(std::memory_order_relaxed));
-    return;
+    return {static_cast<const UnitOf<S>*>(head.k_panels) + key * units_of<S>(args.head_dim),
+            static_cast<const UnitOf<S>*>(head.v_rows) +
+                key / Factors<S>::kDepth * attn_ld(args.value_dim),
+            head.is_finite.load(std::memory_order_relaxed)};
   }
+  const AttnSequence& seq = *head.sequence;
   UnitOf<S>* v_rows = scratch + kAttnKeys * attn_ld(args.head_dim);
   FiniteCheck<S> check;
-  pack_panels_of<S, E>(args.k, block.seq.k + key * args.k.row, block.kv_head, 0, count,
-                       args.head_dim, scratch, check);
-  pack_rows_of<S, E>(args.v, block.seq.v + key * args.v.row, block.kv_head, 0, count,
-                     args.value_dim, v_rows, check);
-  forward_tile<S>(block, key, count, scratch, v_rows, check.is_finite());
+  pack_panels_of<S, E>(args.k, seq.k + key * args.k.row, kv_head, 0, end - key, args.head_dim,
+                       scratch, check);
+  pack_rows_of<S, E>(args.v, seq.v + key * args.v.row, kv_head, 0, end - key, args.value_dim,
+                     v_rows, check);
+  return {scratch, v_rows, check.is_finite()};
 }
 
 template <class S>
@@ -224,19 +241,16 @@ void store_partial(const ForwardBlock<S>& block, typename S::Scalar* partial) {
   }
 }
 
+// The blocks of a task, with their rows of q packed; a tile of scores at `tile`, all else at
+// `next`.
 template <class S, class E>
-void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
-  using T = typename S::Scalar;
+std::vector<ForwardBlock<S>> open_blocks(const FlashAttnArgs& args, const AttnForwardTask& task,
+                                         typename S::Scalar* tile, typename S::Scalar* next) {
   const int64_t own = kAttnRows * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
-  T* tile = static_cast<T*>(scratch);
-  auto* packed = reinterpret_cast<UnitOf<S>*>(tile + kAttnRows * kAttnKeys);
-  T* next =
-      tile + kAttnRows * kAttnKeys + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
-  std::vector<ForwardBlock<S>> blocks;
-  blocks.reserve(kAttnBlocks);
-  KeyRange seen{task.last_key, 0};
   const int64_t rows = task.last_row - task.first_row;
   const int64_t blocks_of_head = (rows + kAttnRows - 1) / kAttnRows;
+  std::vector<ForwardBlock<S>> blocks;
+  blocks.reserve(task.num_heads * blocks_of_head);
   for (int64_t i = 0; i < task.num_heads * blocks_of_head; ++i, next += own) {
     const int64_t m = task.first_row + i % blocks_of_head * kAttnRows;
     ForwardBlock<S>& block =
@@ -248,20 +262,49 @@ void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scrat
       pack_row<S>(attn_row<E>(args.q, block.seq.q, position, h), args.q.dim, args.head_dim,
                   block.q + r * block.ldq, check);
     }
+  }
+  return blocks;
+}
+
+// Tile by tile: all blocks meet one before the next is packed.
+//
+// Tiles begin at multiples of kAttnKeys and are packed whole, whatever of them is seen: so what a
+// row adds up, and how, does not depend on the rows that share its task.
+template <class S, class E>
+void meet_tiles(const FlashAttnArgs& args, const AttnForwardTask& task,
+                std::vector<ForwardBlock<S>>& blocks, UnitOf<S>* scratch) {
+  KeyRange seen{task.last_key, 0};
+  for (const ForwardBlock<S>& block : blocks) {
     seen.first = std::min(seen.first, block.seen.first);
     seen.last = std::max(seen.last, block.seen.last);
   }
   const int64_t last = std::min(task.last_key, seen.last);
-  int64_t key = std::max(task.first_key, seen.first / kAttnPanel * kAttnPanel);
+  int64_t key = std::max(task.first_key, seen.first / kAttnKeys * kAttnKeys);
   for (; key < last; key += kAttnKeys) {
-    const int64_t end = std::min(key + kAttnKeys, last);
+    const int64_t end = std::min(key + kAttnKeys, task.last_key);
+    PackedTile<S> tile{};
+    int64_t head_of_tile = -1;
     for (ForwardBlock<S>& block : blocks) {
       const int64_t count = std::min(end, block.seen.last) - key;
       if (count <= 0 || block.seen.first >= end) continue;
-      meet_tile<S, E>(block, task, key, count, packed);
+      if (block.kv_head != head_of_tile) {
+        head_of_tile = block.kv_head;
+        tile = packed_tile<S, E>(args, task, head_of_tile, key, end, scratch);
+      }
+      forward_tile<S>(block, key, count, tile.k_panels, tile.v_rows, tile.is_finite);
       block.is_first = false;
     }
   }
+}
+
+template <class S, class E>
+void forward(const FlashAttnArgs& args, const AttnForwardTask& task, void* scratch) {
+  using T = typename S::Scalar;
+  T* tile = static_cast<T*>(scratch);
+  T* packed = tile + kAttnRows * kAttnKeys;
+  T* own = packed + kAttnKeys * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
+  std::vector<ForwardBlock<S>> blocks = open_blocks<S, E>(args, task, tile, own);
+  meet_tiles<S, E>(args, task, blocks, reinterpret_cast<UnitOf<S>*>(packed));
   T* partial = static_cast<T*>(task.partial);
   for (ForwardBlock<S>& block : blocks) {
     if (block.is_first) std::fill(block.o, block.o + block.rows * block.ldo, T{0});

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "cpu/flash_attn_append.h"
 #include "cpu/flash_attn_pages.h"
 #include "cpu/flash_attn_stream.h"
 #include "cpu/flash_attn_work.h"
@@ -15,6 +16,14 @@ namespace {
 constexpr int64_t kPackPart = 512;
 // Packed heads that are held at a time: what a shared cache has for two cores.
 constexpr int64_t kPackedBytes = 32 << 20;
+// Forward tasks that each thread should have where several work: causal ones differ in length.
+constexpr int64_t kTasksOfThread = 4;
+// What the blocks of a forward task may take of a core's own cache, ~half of it.
+constexpr int64_t kBlocksBytes = 1 << 20;
+// Distance of rows of k and v up to which each task packs the tiles that it meets: they come from
+// its core's cache then, not from the shared one. Rows further apart, each in a page of its own and
+// all in a few sets of a cache, are slow to pack: once for all tasks is better.
+constexpr int64_t kNearRowBytes = 2048;
 // Backward tasks that a call is cut into where it has fewer heads than that, and the fewest keys
 // that are worth a part of dq of their own. Shapes alone decide, never the number of threads.
 constexpr int64_t kBackwardTasks = 8;
@@ -120,28 +129,57 @@ std::vector<Part> cut(AttnHead* heads, int64_t count, int64_t step, const Size& 
 
 int64_t num_keys(const AttnHead& head) { return head.sequence->num_keys; }
 
-// Heads whose rows fill more than one block: keys are packed once for all of them.
+// Whether tasks pack the keys of a head themselves. Shapes and strides alone decide.
+bool packs_in_tasks(const FlashAttnArgs& args, const AttnSequence& seq) {
+  return seq.pages == nullptr && args.k.dim == 1 && args.v.dim == 1 &&
+         std::max(args.k.row, args.v.row) * attn_element_bytes(args.type) <= kNearRowBytes;
+}
+
+// Blocks of rows that a task takes: many, so that a tile of keys is packed or read for all of them,
+// but not so many that threads have nothing to share. No result depends on it.
+int64_t blocks_of_task(const Work& work, const std::vector<AttnHead>& heads) {
+  const FlashAttnArgs& args = work.args;
+  const int64_t block = kAttnRows * (attn_ld(args.head_dim) + attn_ld(args.value_dim));
+  int64_t total = 0, longest = 0;
+  for (const AttnHead& head : heads) {
+    const int64_t rows = head.sequence->num_rows * group_of(args);
+    longest = std::max(longest, (rows + kAttnRows - 1) / kAttnRows);
+    total += (rows + kAttnRows - 1) / kAttnRows;
+  }
+  // Heads may have no width at all.
+  const int64_t fit = kBlocksBytes / std::max<int64_t>(1, block * scalar_bytes(args));
+  const int64_t most = std::clamp<int64_t>(std::min(fit, longest), kAttnBlocks, kAttnMostBlocks);
+  const int64_t tasks = work.num_threads == 1 ? 1 : work.num_threads * kTasksOfThread;
+  return std::clamp<int64_t>(total / tasks, kAttnBlocks, most);
+}
+
+// All rows of some heads, in tasks of up to `blocks` blocks.
+void forward_rows(const Work& work, const Memory& scratch, int64_t scratch_bytes, int64_t blocks,
+                  AttnHead* heads, int64_t count, bool is_packed) {
+  const std::vector<Part> rows = cut(heads, count, blocks * kAttnRows, [&](const AttnHead& head) {
+    return head.sequence->num_rows * group_of(work.args);
+  });
+  const int64_t num_tasks = static_cast<int64_t>(rows.size());
+  work.share(num_tasks, [&](int64_t i, int64_t worker) {
+    // Last rows first: where causal they see most keys, and short tasks at the end let threads
+    // finish together.
+    const Part& part = rows[num_tasks - 1 - i];
+    work.body.forward(
+        work.args,
+        {part.head, is_packed, part.first, part.last, 0, num_keys(*part.head), nullptr, 1, 0},
+        scratch.at(worker * scratch_bytes));
+  });
+}
+
+// Heads whose keys are packed once, for all tasks.
 void forward_packed(const Work& work, const Memory& scratch, int64_t scratch_bytes,
                     std::vector<AttnHead>& packed) {
-  const int64_t group = group_of(work.args);
   in_waves(work, packed, false, [&](AttnHead* heads, int64_t count) {
     const std::vector<Part> keys = cut(heads, count, kPackPart, num_keys);
     work.share(static_cast<int64_t>(keys.size()), [&](int64_t i, int64_t) {
       pack_keys_of(work.args, work.body, *keys[i].head, keys[i].first, keys[i].last);
     });
-    const int64_t step = kAttnBlocks * kAttnRows;
-    const std::vector<Part> rows = cut(
-        heads, count, step, [&](const AttnHead& head) { return head.sequence->num_rows * group; });
-    const int64_t num_tasks = static_cast<int64_t>(rows.size());
-    work.share(num_tasks, [&](int64_t i, int64_t worker) {
-      // Last rows first: where causal they see most keys, and short tasks at the end let threads
-      // finish together.
-      const Part& part = rows[num_tasks - 1 - i];
-      work.body.forward(
-          work.args,
-          {part.head, true, part.first, part.last, 0, num_keys(*part.head), nullptr, 1, 0},
-          scratch.at(worker * scratch_bytes));
-    });
+    forward_rows(work, scratch, scratch_bytes, kAttnBlocks, heads, count, true);
   });
 }
 
@@ -244,17 +282,26 @@ void run_flash_attn(const FlashAttnArgs& args, const FlashAttnBody& body,
   const auto is_split = [&](const AttnHead& head) {
     return !is_streamed(head) && rows_of(head) <= kAttnRows && head.sequence->pages == nullptr;
   };
-  const auto is_packed = [&](const AttnHead& head) {
-    return !is_streamed(head) && !is_split(head);
+  const auto is_tall = [&](const AttnHead& head) { return !is_streamed(head) && !is_split(head); };
+  const auto is_near = [&](const AttnHead& head) {
+    return is_tall(head) && packs_in_tasks(args, *head.sequence);
+  };
+  const auto is_far = [&](const AttnHead& head) {
+    return is_tall(head) && !packs_in_tasks(args, *head.sequence);
   };
   std::vector<AttnHead> streamed = choose(all, is_streamed), split = choose(all, is_split),
-                        packed = choose(all, is_packed);
+                        near = choose(all, is_near), far = choose(all, is_far);
   if (!streamed.empty()) stream_heads(work, streamed);
-  if (packed.empty() && split.empty()) return;
+  if (near.empty() && far.empty() && split.empty()) return;
+  const int64_t blocks = blocks_of_task(work, near);
   const int64_t scratch_bytes =
-      array_bytes(args, attn_forward_scratch(args.head_dim, args.value_dim));
+      array_bytes(args, attn_forward_scratch(args.head_dim, args.value_dim, blocks));
   const Memory scratch(work.num_threads * scratch_bytes);
-  if (!packed.empty()) forward_packed(work, scratch, scratch_bytes, packed);
+  if (!near.empty()) {
+    const int64_t count = static_cast<int64_t>(near.size());
+    forward_rows(work, scratch, scratch_bytes, blocks, near.data(), count, false);
+  }
+  if (!far.empty()) forward_packed(work, scratch, scratch_bytes, far);
   if (!split.empty()) forward_split(work, scratch, scratch_bytes, split);
 }
 
