@@ -41,3 +41,12 @@ def test_rows_of_a_large_finite_mask_are_uniform(isa: str, mask: float) -> None:
     mean = v.mean(1, keepdim=True).expand_as(out)
     torch.testing.assert_close(out, mean, rtol=0, atol=200 * U * float(v.abs().max()))
     torch.testing.assert_close(lse, torch.full_like(lse, mask), rtol=4 * U, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 20, 300])
+def test_heads_of_no_width_still_have_an_lse(isa: str, rows: int) -> None:
+    """Scores of nothing are 0: lse is the logarithm of the number of keys."""
+    q, k, v, _ = draw(1, rows, 70, 2, 2, 0, 0, dtype=torch.float32)
+    out, lse = flash_attn_func(q, k, v, softmax_scale=1.0, return_lse=True)
+    assert out.shape == q.shape
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(70)), rtol=8 * U, atol=0)
