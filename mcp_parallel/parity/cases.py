@@ -140,7 +140,6 @@ MATRIX = (
     _case("tied pp2", TIED, microbatches=2, pp=2),
     _case("tied pp2 zbv", TIED, microbatches=4, pp=2, schedule="zbv"),
     _case("tied dp2pp2 dualpipev zero1", TIED, 4, dp=2, pp=2, zero=1, schedule="dualpipev"),
-    _case("tied dp2tp2pp2 zero_bubble", TIED, 2, dp=2, tp=2, pp=2, schedule="zero_bubble"),
     _case("tied zero2", TIED, dp=2, zero=2),
     _case("tied dp2tp2pp2 zero1", TIED, microbatches=2, dp=2, tp=2, pp=2, zero=1),
     _case("odd-vocab tp2", ODD_VOCAB, tp=2),
