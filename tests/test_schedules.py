@@ -272,7 +272,7 @@ def test_a_v_goes_down_and_up_again():
 @settings(max_examples=50, deadline=None)
 def test_every_stage_has_the_owner_that_holds_it(size):
     schedule, pp, _, chunks = size
-    layout = Layout(pp=pp, schedule=schedule, virtual_stages=chunks)
+    layout = replace(Layout(pp=pp, virtual_stages=chunks), schedule=schedule)
     held = {stage: rank for rank in range(pp) for stage in layout.stages_of(rank)}
     assert sorted(held) == list(range(layout.num_stages))
     for stage, rank in held.items():
@@ -281,4 +281,6 @@ def test_every_stage_has_the_owner_that_holds_it(size):
 
 
 def test_one_rank_has_one_stage_whatever_the_schedule():
-    assert [Layout(schedule=schedule).num_stages for schedule in SCHEDULES] == [1] * len(SCHEDULES)
+    assert [replace(Layout(), schedule=schedule).num_stages for schedule in SCHEDULES] == [1] * len(
+        SCHEDULES
+    )
