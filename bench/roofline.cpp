@@ -39,6 +39,8 @@ int64_t dpbf16_flops() {
 
 float run_fma(int64_t repetitions) {
   Floats sums[kSums] = {};
+  // Opaque from the start: chains that are known to be alike would become one.
+  for (Floats& sum : sums) asm volatile("" : "+x"(sum));
   Floats a = 0.5f - Floats{}, b = 0.25f - Floats{};
   for (int64_t i = 0; i < repetitions; ++i) {
 #pragma GCC unroll 12
@@ -56,6 +58,7 @@ float run_dpbf16(int64_t repetitions) {
   float total = 0;
 #if defined(__AVX512BF16__)
   __m512 sums[kSums] = {};
+  for (__m512& sum : sums) asm volatile("" : "+x"(sum));
   __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f003f00);
   for (int64_t i = 0; i < repetitions; ++i) {
 #pragma GCC unroll 12
