@@ -193,15 +193,17 @@ def bench_window(dtype, backward, goal, compare_cpu):
             compare_cpu(ours, peer, flops, goal)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own compiler
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.benchmark(group="flash_attention window beside compiled FlexAttention")
-def bench_window_beside_flex(dtype, benchmark, compare_cpu):
+def bench_window_beside_flex(dtype, compare_cpu):
     """The same window, forward; "torch" is FlexAttention, compiled, with a block mask.
 
-    Compiling takes a minute or more. Where it refuses a backward pass the output says so.
+    Compiling takes a minute or more. FlexAttention has no backward on CPU and refuses even inputs
+    that require a gradient, so both run on inputs that do not.
     """
     length, left = 4096, 256
-    leaves = draw(*[(1, length, 2, 64)] * 3, dtype=dtype)
+    leaves = [t.detach() for t in draw(*[(1, length, 2, 64)] * 3, dtype=dtype)]
 
     def is_visible(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (key <= row) & (key >= row - left)
@@ -217,15 +219,8 @@ def bench_window_beside_flex(dtype, benchmark, compare_cpu):
         q, k, v = (t.transpose(1, 2) for t in leaves)
         return compiled(q, k, v, block_mask=mask).transpose(1, 2)
 
-    with torch.no_grad():
-        assert_alike(ours(), peer())
-        compare_cpu(ours, peer, 4.0 * 2 * 64 * left * length, 2.0)
-    try:
-        with_backward(peer, leaves)()
-        refusal = "none"
-    except Exception as error:  # whatever the compiler of the day raises
-        refusal = f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
-    benchmark.extra_info["flex_attention_backward_refusal"] = {"min": "", "median": refusal}
+    assert_alike(ours(), peer())
+    compare_cpu(ours, peer, 4.0 * 2 * 64 * left * length, 2.0)
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
