@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
-from mcp_parallel.rules import batch, data, layout, optimizer, values
+from mcp_parallel.rules import batch, data, layout, optimizer, values, zero
 from mcp_parallel.rules.problem import Problem
 
 _MAX_RANKS = 1 << 20
@@ -55,6 +55,10 @@ _LAYOUT = (
     _Family(
         (layout.split_backward_problems,),
         frozenset({"parallel.zero", "parallel.dp", "parallel.pp"}),
+    ),
+    _Family(
+        (zero.replica_problems,),
+        frozenset({"parallel.zero", "parallel.dp", "parallel.dp_replicate"}),
     ),
 )
 _OPTIMIZER = (

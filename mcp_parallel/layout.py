@@ -28,6 +28,7 @@ class Layout:
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
     sequence_parallel: bool = True
+    dp_replicate: int = 1
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
@@ -40,12 +41,23 @@ class Layout:
             schedule=parallel.schedule,
             virtual_stages=parallel.virtual_stages,
             sequence_parallel=parallel.sequence_parallel,
+            dp_replicate=parallel.dp_replicate,
         )
 
     @property
     def world_size(self) -> int:
         """Ranks in the run."""
         return self.dp * self.tp * self.pp
+
+    @property
+    def dp_shard(self) -> int:
+        """Data-parallel ranks over which ZeRO shards; ``dp_replicate`` groups of them are dp."""
+        return self.dp // self.dp_replicate
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether ZeRO shards within groups of dp ranks and replicates between them (HSDP)."""
+        return self.dp_replicate > 1 and self.dp_shard > 1
 
     @property
     def stages_per_rank(self) -> int:

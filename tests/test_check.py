@@ -54,6 +54,13 @@ BAD = [
     ("--cp 2", "parallel.cp", "2"),
     ("--zero 4", "parallel.zero", "4"),
     ("--zero -1", "parallel.zero", "-1"),
+    ("--dp 4 --zero 1 --set parallel.dp_replicate=3", "parallel.dp_replicate", "3"),
+    ("--dp 4 --set parallel.dp_replicate=2", "parallel.zero", "0"),
+    (
+        "--dp 4 --zero 1 --set parallel.dp_replicate=2 --set train.optimizer=onebit_adam",
+        "parallel.dp_replicate",
+        "2",
+    ),
     ("--dp 0", "parallel.dp", "0"),
     ("--tp -2", "parallel.tp", "-2"),
     ("--steps 0", "train.steps", "0"),

@@ -35,6 +35,7 @@ ANYTHING = {
     "parallel__schedule": st.sampled_from(SCHEDULES),
     "parallel__sequence_parallel": st.booleans(),
     "parallel__zero": st.integers(0, 3),
+    "parallel__dp_replicate": st.integers(1, 4),
     "train__global_batch_size": st.integers(1, 100),
     "train__micro_batch_size": small,
 }
@@ -92,6 +93,8 @@ def can_run(config):
             count >= pp or schedule in ("gpipe", "interleaved"),
             count >= 2 * pp or schedule != "dualpipev" or pp == 1,
             count % pp == 0 or not in_rounds,
+            parallel.dp % parallel.dp_replicate == 0,
+            parallel.dp_replicate == 1 or parallel.zero > 0,
             parallel.zero < 3 or min(parallel.dp, pp) == 1 or schedule not in SPLIT,
         )
     )

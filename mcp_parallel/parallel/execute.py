@@ -63,6 +63,7 @@ class MicrobatchLoop:
         """ZeRO 1 sums gradients on the last micro-batch only, 2 and 3 on each; 3 frees weights."""
         if isinstance(self.model, FSDPModule):
             self.model.set_requires_gradient_sync(is_last or self.zero >= 2)
+            self.model.set_requires_all_reduce(is_last)  # HSDP's replicas are summed once a step
             self.model.set_reshard_after_backward(is_last or self.zero == 3)
             self.model.set_is_last_backward(is_last)
 

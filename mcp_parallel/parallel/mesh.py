@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from mcp_parallel.layout import Coordinate, Layout
 
 AXES = ("pp", "dp", "tp")
+# With HSDP dp is two axes: replicas are far apart, the ranks that ZeRO shards over are near.
+HYBRID_DP_AXES = ("dp_replicate", "dp_shard")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class Mesh:
             return None
         return self.device_mesh.get_group(axis)
 
+    @property
+    def zero_axes(self) -> str | tuple[str, ...]:
+        """The axes of ``device_mesh`` that ``fully_shard`` works on."""
+        return HYBRID_DP_AXES if self.layout.is_hybrid else "dp"
+
+    def places(self) -> dict[str, int]:
+        """This rank's index on every axis over which ranks may hold the same parameters."""
+        dp, shard = self.coordinate.dp, self.layout.dp_shard
+        if self.layout.is_hybrid:
+            return {"dp_replicate": dp // shard, "dp_shard": dp % shard, "tp": self.coordinate.tp}
+        return {"dp": dp, "tp": self.coordinate.tp}
+
     def peer_at_stage(self, pp: int) -> int:
         """Global rank of the rank on pipeline rank ``pp`` with this one's dp and tp place."""
         return (pp * self.layout.dp + self.coordinate.dp) * self.layout.tp + self.coordinate.tp
@@ -51,13 +65,27 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
     world = dist.group.WORLD
     if size != dist.get_world_size():
         world = cast("dist.ProcessGroup", dist.new_group(list(range(size))))
-    shape = (layout.pp, layout.dp, layout.tp)
+    sizes: dict[str, int] = dict(zip(AXES, (layout.pp, layout.dp, layout.tp), strict=True))
+    if layout.is_hybrid:
+        sizes = _with_hybrid_dp(sizes, layout)
     device_mesh = DeviceMesh(
-        device.type, torch.arange(size).view(shape), mesh_dim_names=AXES, _init_backend=True
+        device.type,
+        torch.arange(size).view(*sizes.values()),
+        mesh_dim_names=tuple(sizes),
+        _init_backend=True,
     )
+    if layout.is_hybrid:
+        device_mesh[HYBRID_DP_AXES]._flatten("dp")  # collective over the default group
     if rank >= size:
         return None
     return Mesh(layout, layout.coordinate(rank), device, device_mesh, world)
+
+
+def _with_hybrid_dp(sizes: dict[str, int], layout: Layout) -> dict[str, int]:
+    """``sizes`` of the axes with dp as its two axes of HSDP, in dp's place."""
+    hybrid = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
+    parts = ({axis: size} if axis != "dp" else hybrid for axis, size in sizes.items())
+    return {axis: size for part in parts for axis, size in part.items()}
 
 
 def is_main() -> bool:

@@ -117,7 +117,8 @@ def _shard(module: nn.Module, mesh: Mesh, *, free_after_forward: bool) -> None:
     What tells 1 from 2, when gradients are reduced, is the executor's choice for each micro-batch.
     """
     assert mesh.device_mesh is not None
-    fully_shard(module, mesh=mesh.device_mesh["dp"], reshard_after_forward=free_after_forward)
+    zero_mesh = mesh.device_mesh[mesh.zero_axes]
+    fully_shard(module, mesh=zero_mesh, reshard_after_forward=free_after_forward)
     assert isinstance(module, FSDPModule)
     # The loss is already divided by the global number of tokens, so gradients are summed as is.
     module.set_gradient_divide_factor(1.0)

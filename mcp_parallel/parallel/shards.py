@@ -73,8 +73,8 @@ def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether ``fully_shard`` splits parameters over dp; with one replica there is nothing to."""
-    return layout.zero > 0 and layout.dp > 1
+    """Whether ``fully_shard`` splits parameters over dp; over one rank there is nothing to."""
+    return layout.zero > 0 and layout.dp_shard > 1
 
 
 def iter_shards(model: nn.Module, mesh: Mesh, *, is_tied_copy: bool) -> Iterator[Shard]:
@@ -86,7 +86,7 @@ def iter_shards(model: nn.Module, mesh: Mesh, *, is_tied_copy: bool) -> Iterator
         is_tied_copy: the stage holds the second copy of a tied embedding, counted on the first
             stage.
     """
-    place = {"dp": mesh.coordinate.dp, "tp": mesh.coordinate.tp}
+    place = mesh.places()
     for full_name, parameter in model.named_parameters():
         name = stable_name(full_name)
         cut = _axes_cut(parameter)

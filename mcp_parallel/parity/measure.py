@@ -36,12 +36,12 @@ class Meshes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[tuple[int, int, int], Mesh | None] = {}
+        self._made: dict[tuple[int, ...], Mesh | None] = {}
 
     def get(self, case: Case) -> Mesh | None:
         """This rank's mesh for the case, None where the case does not use the rank. Collective."""
         layout = case.layout
-        key = (layout.pp, layout.dp, layout.tp)
+        key = (layout.pp, layout.dp, layout.tp, layout.dp_replicate)
         if key not in self._made:
             self._made[key] = build_mesh(layout, self._device)
         mesh = self._made[key]

@@ -198,7 +198,7 @@ def legal_layouts_near(
     Returns:
         At most three ``{"parallel.dp": ..., "parallel.tp": ..., "parallel.pp": ...}``.
     """
-    wanted = config.parallel
+    wanted, replicas = config.parallel, config.parallel.dp_replicate
     degrees = [
         (world_size // (tp * pp), tp, pp)
         for tp in divisors(world_size)
@@ -206,7 +206,13 @@ def legal_layouts_near(
     ]
     degrees.sort(key=lambda d: abs(math.log(d[1] / wanted.tp)) + abs(math.log(d[2] / wanted.pp)))
     near = (
-        {"dp": dp, "tp": tp, "pp": pp, **({"cp": 1} if wanted.cp > 1 else {})}
+        {
+            "dp": dp,
+            "tp": tp,
+            "pp": pp,
+            **({"cp": 1} if wanted.cp > 1 else {}),
+            **({"dp_replicate": math.gcd(dp, replicas)} if dp % replicas else {}),
+        }
         for dp, tp, pp in degrees[:_TRIED_LAYOUTS]
     )
     runnable = (

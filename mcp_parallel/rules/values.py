@@ -42,6 +42,7 @@ BOUNDS: dict[str, Bound] = {
     "parallel.pp": _DEGREE,
     "parallel.cp": _DEGREE,
     "parallel.zero": Bound(0, 3),
+    "parallel.dp_replicate": _DEGREE,
     "parallel.virtual_stages": Bound(1, 10_000),
     "train.steps": _STEPS,
     "train.seed": _SEED,
