@@ -18,7 +18,7 @@ from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import Config, ParallelConfig
 from mcp_parallel.errors import ConfigError
 from mcp_parallel.layout import Layout
-from mcp_parallel.model.llama import LlamaStage
+from mcp_parallel.model.stage import StageModel
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
 from mcp_parallel.presets import num_parameters
@@ -67,7 +67,7 @@ class Codec:
         return "".join(f" {token}" for token in tokens)
 
 
-def load_model(checkpoint: Path) -> tuple[LlamaStage, Config, int]:
+def load_model(checkpoint: Path) -> tuple[StageModel, Config, int]:
     """The whole model of a verified step folder, its run, and the steps it was trained."""
     manifest = Manifest.read(checkpoint)
     saved = Config.from_mapping(manifest.extra["config"])
@@ -87,7 +87,7 @@ def load_model(checkpoint: Path) -> tuple[LlamaStage, Config, int]:
 
 @torch.inference_mode()
 def continue_tokens(
-    model: LlamaStage,
+    model: StageModel,
     prompt: Sequence[int],
     *,
     num_new: int,

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
-from mcp_parallel.data.batch import BatchSource
-from mcp_parallel.data.corpus import Corpus, open_corpus
+from mcp_parallel.data.source import Data, open_data, source_of
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
@@ -31,7 +30,7 @@ class Trainer:
     Args:
         config: the run; checked again here (``mcp_parallel.check``).
         context: this rank, its process group joined; None is a run of this process alone.
-        corpus: the tokens to train on; None opens ``config.data``.
+        data: what to train on; None opens ``config.data``.
         run_dir: where metrics and checkpoints go.
         resume_from: a step directory that verified, of any layout, or None for a new run.
 
@@ -44,7 +43,7 @@ class Trainer:
         self,
         config: Config,
         context: RankContext | None = None,
-        corpus: Corpus | None = None,
+        data: Data | None = None,
         run_dir: Path | str = "runs/latest",
         resume_from: Path | None = None,
     ) -> None:
@@ -54,12 +53,7 @@ class Trainer:
         mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
         assert mesh is not None
         self.train_step = TrainingStep(config, mesh)
-        self.data = BatchSource(
-            corpus or open_corpus(config.data, config.model),
-            config.data.seed,
-            config.model.seq_len,
-            config.train.global_batch_size,
-        )
+        self.data = source_of(data or open_data(config), config)
         self.run_dir = Path(run_dir)
         self.step = load_step(resume_from, self.train_step) if resume_from else 0
         self.monitor = Monitor(

@@ -10,9 +10,10 @@ from torch.nn.functional import cross_entropy, silu
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import Layout, split_layers
 from mcp_parallel.model import rotary
-from mcp_parallel.model.llama import LlamaStage, stable_name
+from mcp_parallel.model.llama import LlamaStage
 from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.rotary import rotate
+from mcp_parallel.model.stage import stable_name
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
 

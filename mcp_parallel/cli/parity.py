@@ -54,13 +54,13 @@ def run(args: argparse.Namespace) -> int:
         check(case.configure(base, precisions[0]))
     _check_memory(base)
 
-    from mcp_parallel.data.corpus import open_corpus
+    from mcp_parallel.data.source import open_data
     from mcp_parallel.launch.local import launch_local
     from mcp_parallel.parity.run import run_matrix
 
-    corpus = open_corpus(base.data, base.model)
+    data = open_data(base)
     return launch_local(
-        lambda context: run_matrix(base, corpus, context, cases, precisions, as_json=args.json),
+        lambda context: run_matrix(base, data, context, cases, precisions, as_json=args.json),
         WORLD_SIZE,
         backend=args.backend,
     )

@@ -22,7 +22,7 @@ from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from mcp_parallel.data.corpus import Corpus
+    from mcp_parallel.data.source import Data
     from mcp_parallel.launch.context import RankContext
 
 # How long a rank other than 0 keeps a refused config to itself: torchrun ends all ranks when the
@@ -52,12 +52,12 @@ def _run_here(args: argparse.Namespace) -> int:
     with _opened_run(config, options) as (folder, start):
         if _is_finished(config, start):
             return _report(folder, OK, options)
-        corpus = _open_corpus(config)
+        data = _open_data(config)
 
         from mcp_parallel.launch.local import launch_local
 
         status = launch_local(
-            _rank_body(config, corpus, folder.path, start.resume_from, options),
+            _rank_body(config, data, folder.path, start.resume_from, options),
             Layout.from_config(config.parallel).world_size,
             preload=("mcp_parallel.trainer",),
         )
@@ -110,7 +110,7 @@ def _follow(
     if decision["status"] is not None:
         return decision["status"]
     resume_from = decision["resume_from"] and Path(decision["resume_from"])
-    body = _rank_body(config, _open_corpus(config), Path(decision["run_dir"]), resume_from, options)
+    body = _rank_body(config, _open_data(config), Path(decision["run_dir"]), resume_from, options)
     return body(context)
 
 
@@ -137,7 +137,7 @@ def _anchored(config: Config) -> Config:
 
 def _rank_body(
     config: Config,
-    corpus: Corpus,
+    data: Data,
     run_dir: Path,
     resume_from: Path | None,
     options: RunOptions,
@@ -147,17 +147,17 @@ def _rank_body(
 
         # With --json progress is still for people, and stdout holds the one object.
         with redirect_stdout(sys.stderr) if options.as_json else nullcontext():
-            return Trainer(config, context, corpus, run_dir, resume_from=resume_from).fit()
+            return Trainer(config, context, data, run_dir, resume_from=resume_from).fit()
 
     return body
 
 
-def _open_corpus(config: Config) -> Corpus:
-    """The tokens; opened before ranks are forked, so that they share its pages."""
-    from mcp_parallel.data.corpus import open_corpus
+def _open_data(config: Config) -> Data:
+    """The data; opened before ranks are forked, so that they share its pages."""
+    from mcp_parallel.data.source import open_data
 
     try:
-        return open_corpus(config.data, config.model)
+        return open_data(config)
     except (OSError, ValueError) as error:
         raise ConfigError([str(error)]) from error
 

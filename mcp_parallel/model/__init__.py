@@ -1,1 +1,1 @@
-"""The Llama-family model; how it is spread over ranks is applied from outside (``parallel/``)."""
+"""Model families; how a model is spread over ranks is applied from outside (``parallel/``)."""

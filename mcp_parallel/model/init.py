@@ -35,8 +35,8 @@ def parameter_key(seed: int, name: str) -> int:
 def parameter_std(name: str, config: ModelConfig) -> float | None:
     """Standard deviation of a parameter's initial values; None for ones (norm weights).
 
-    0.02 as in GPT-2; projections onto the residual stream are scaled by 1/sqrt(2 L) so that its
-    variance does not grow with depth.
+    Names mean the same in every family. 0.02 as in GPT-2; projections onto the residual stream are
+    scaled by 1/sqrt(2 L) so that its variance does not grow with depth.
     """
     if name.endswith("norm.weight"):
         return None

@@ -20,8 +20,8 @@ from mcp_kernels import flash_attn_func
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.model.norm import rms_norm
-from mcp_parallel.model.remat import Remat
 from mcp_parallel.model.rotary import rotate
+from mcp_parallel.model.stage import Block, StageModel
 
 
 class Attention(nn.Module):
@@ -74,32 +74,15 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
-class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.remat = Remat()
-        self.attn_norm = RMSNorm(config)
-        self.attn = Attention(config)
-        self.ffn_norm = RMSNorm(config)
-        self.ffn = FeedForward(config)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S', D] -> [B, S', D]``."""
-        return self.remat(self._forward, x)
-
-    def _forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+def _block(config: ModelConfig) -> Block:
+    return Block(RMSNorm(config), Attention(config), RMSNorm(config), FeedForward(config))
 
 
-class LlamaStage(nn.Module):
+class LlamaStage(StageModel):
     """Blocks ``layers`` of the model, with the embedding and the head where this stage has them.
 
-    Parameter names carry the global block number, so they are the same in every layout. With tied
-    embeddings ``head`` and ``embed`` share one parameter, called after ``embed``; a stage that has
-    the head alone holds an ``embed`` that it does not call.
+    With tied embeddings ``head`` and ``embed`` share one parameter, called after ``embed``; a stage
+    that has the head alone holds an ``embed`` that it does not call.
     """
 
     def __init__(
@@ -111,7 +94,7 @@ class LlamaStage(nn.Module):
         is_tied = has_head and config.tie_embeddings
         sizes = (config.vocab_size, config.hidden_size)
         self.embed = nn.Embedding(*sizes) if has_embedding or is_tied else None
-        self.blocks = nn.ModuleDict({str(layer): Block(config) for layer in layers})
+        self.blocks = nn.ModuleDict({str(layer): _block(config) for layer in layers})
         self.norm = RMSNorm(config) if has_head else None
         self.head = nn.Linear(sizes[1], sizes[0], bias=False) if has_head else None
         if is_tied:
@@ -126,22 +109,7 @@ class LlamaStage(nn.Module):
         if self.has_embedding:
             assert self.embed is not None
             x = self.embed(x)
-        for block in self.blocks.values():
-            x = block(x)
+        x = self.run_blocks(x)
         if self.norm is None or self.head is None:
             return x
         return self.head(self.norm(x))
-
-
-def stable_name(name: str) -> str:
-    """What a parameter is called in checkpoints and in its initial values' seed.
-
-    A matrix is called after its layer (``blocks.0.attn.wq``), whatever module holds it, so that
-    runs and checkpoints outlive a change of modules.
-    """
-    return name if name.endswith("norm.weight") else name.removesuffix(".weight")
-
-
-def whole_model(config: ModelConfig) -> LlamaStage:
-    """All blocks, embedding and head in one stage."""
-    return LlamaStage(config, range(config.num_layers), has_embedding=True, has_head=True)

@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
+from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard, parameter_std
-from mcp_parallel.model.llama import Block, LlamaStage, stable_name, whole_model
+from mcp_parallel.model.stage import Block, StageModel, stable_name
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards
 from mcp_parallel.parallel.tensor import cut_layers
@@ -33,7 +34,7 @@ class Stage:
     """One pipeline stage on this rank, ready to train."""
 
     index: int
-    model: LlamaStage
+    model: StageModel
     shards: list[Shard]
     is_first: bool
     is_last: bool
@@ -53,13 +54,12 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """
     layout = mesh.layout
     ranges = split_layers(config.model.num_layers, layout.num_stages)
+    build = family_of(config.model).build_stage
     stages = []
     for index in layout.stages_of(mesh.coordinate.pp):
         is_first, is_last = index == 0, index == layout.num_stages - 1
         with torch.device("meta"):
-            model = LlamaStage(
-                config.model, ranges[index], has_embedding=is_first, has_head=is_last
-            )
+            model = build(config.model, ranges[index], has_embedding=is_first, has_head=is_last)
         model.to(DTYPES[config.train.precision])
         cut_layers(model, mesh)
         for block in model.blocks.values():
@@ -72,7 +72,7 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     return stages
 
 
-def _give_values_and_shard(model: LlamaStage, config: Config, mesh: Mesh) -> None:
+def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> None:
     for layer, block in model.blocks.items():
         _give_values(block, f"blocks.{layer}.", config, mesh)
         if is_sharded(mesh.layout):

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout, split_dim
+from mcp_parallel.model.family import family_of
 from mcp_parallel.parallel.clock import Clock, Occupation
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import DTYPES, Stage
@@ -23,7 +24,7 @@ from mcp_parallel.schedules.action import Plan
 from mcp_parallel.schedules.build import build_plan
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
-"""(logits ``[b, S, V]``, targets ``[b, S]``) -> this micro-batch's share of the step's loss."""
+"""(logits ``[b, ..., V]``, targets ``[b, ...]``) -> this micro-batch's share of the step's loss."""
 
 
 class Pipeline:
@@ -113,18 +114,22 @@ def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> Pipe
     rows, dtype = config.train.micro_batch_size, DTYPES[config.train.precision]
     split_sequence = layout.tp > 1 and layout.sequence_parallel
     seq_len = model.seq_len // layout.tp if split_sequence else model.seq_len
-    _, vocab = split_dim(model.vocab_size, layout.tp, mesh.coordinate.tp)
-    tokens = torch.empty(rows, model.seq_len, dtype=torch.int64, device="meta")
+    family = family_of(model)
+    inputs = torch.empty(
+        rows, *family.input_shape(model, model.seq_len), dtype=family.input_dtype, device="meta"
+    )
     hidden = torch.empty(
         rows, seq_len, model.hidden_size, dtype=dtype, device="meta", requires_grad=True
     )
-    logits = torch.empty(rows, model.seq_len, vocab, dtype=dtype, device="meta", requires_grad=True)
+    *each, vocab = family.output_shape(model, model.seq_len)
+    _, vocab = split_dim(vocab, layout.tp, mesh.coordinate.tp)
+    logits = torch.empty(rows, *each, vocab, dtype=dtype, device="meta", requires_grad=True)
     made = _TimedStage(
         stage.model,
         stage.index,
         layout.num_stages,
         mesh.device,
-        input_args=(tokens if stage.is_first else hidden,),
+        input_args=(inputs if stage.is_first else hidden,),
         output_args=(logits if stage.is_last else hidden,),
         group=mesh.group("pp"),
     )

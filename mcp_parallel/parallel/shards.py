@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from mcp_kernels.nn.sharding import local_box
 from mcp_parallel.layout import Layout
-from mcp_parallel.model.llama import stable_name
+from mcp_parallel.model.stage import stable_name
 from mcp_parallel.parallel.mesh import Mesh
 
 

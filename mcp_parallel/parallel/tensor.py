@@ -24,7 +24,7 @@ from mcp_parallel.model.loss import IGNORED, token_loss
 from mcp_parallel.parallel.mesh import Mesh
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
-"""(logits ``[b, S, V]``, targets ``[b, S]``) -> summed loss ``[]``; V is this rank's share."""
+"""(logits ``[..., V]``, targets ``[...]``) -> summed loss ``[]``; V is this rank's share."""
 
 # Last part of a layer's name: whose input features are cut. All other layers are cut by outputs,
 # attention by whole heads, which ``check`` has seen to.
@@ -65,8 +65,8 @@ def vocab_parallel_loss(
     """``token_loss`` over logits whose vocabulary is cut over ``group``.
 
     Args:
-        logits: ``[B, S, V]``, this rank's part of the vocabulary; V may be 0.
-        targets: int64 ``[B, S]``, numbers of the whole vocabulary.
+        logits: ``[..., V]``, this rank's part of the vocabulary; V may be 0.
+        targets: int64 ``[...]``, numbers of the whole vocabulary.
         vocab_start: first of this rank's part.
         group: the ranks that share the vocabulary.
 
@@ -78,7 +78,7 @@ def vocab_parallel_loss(
     if logits.shape[-1] == 0:
         logits = pad(logits, (0, 1), value=-math.inf)
     return _VocabParallelCrossEntropy.apply(
-        logits.flatten(0, 1), targets.flatten(), vocab_start, group
+        logits.flatten(0, -2), targets.flatten(), vocab_start, group
     )  # pyright: ignore[reportReturnType]
 
 

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcp_parallel.config import Config
-from mcp_parallel.data.batch import BatchSource
-from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.data.source import Data, source_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
@@ -49,7 +48,7 @@ class Meshes:
 
 
 def measure(
-    case: Case, base: Config, corpus: Corpus, meshes: Meshes, precision: str
+    case: Case, base: Config, data: Data, meshes: Meshes, precision: str
 ) -> Measurement | None:
     """Train the case for a few steps; collective over the worker set, a result on rank 0 alone."""
     mesh = meshes.get(case)
@@ -57,9 +56,7 @@ def measure(
         return None
     config = case.configure(base, precision)
     step = TrainingStep(config, mesh)
-    source = BatchSource(
-        corpus, config.data.seed, config.model.seq_len, config.train.global_batch_size
-    )
+    source = source_of(data, config)
     before = {id(shard): shard.local.clone() for shard in step.shards}
     losses, norms = [], []
     for index in range(STEPS):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from mcp_parallel.config import Config
-from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.data.source import Data
 from mcp_parallel.errors import FAILED, OK
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.parity.cases import Case, Variation
@@ -19,7 +19,7 @@ _COLUMNS = f"{'layout':26} {'':5} {'loss diff':>10} {'norm diff':>10} {'update d
 
 def run_matrix(
     base: Config,
-    corpus: Corpus,
+    data: Data,
     context: RankContext,
     cases: Sequence[Case],
     precisions: Sequence[str],
@@ -41,10 +41,10 @@ def run_matrix(
         for case in cases:
             key = (case.variation, precision)
             if context.rank == 0 and key not in references:
-                alone = measure(case.reference(), base, corpus, meshes, precision)
+                alone = measure(case.reference(), base, data, meshes, precision)
                 assert alone is not None
                 references[key] = alone
-            got = measure(case, base, corpus, meshes, precision)
+            got = measure(case, base, data, meshes, precision)
             if context.rank == 0:
                 assert got is not None
                 rows.append(judge(case.name, precision, got, references[key]))

@@ -1,0 +1,39 @@
+"""What a run trains on, opened once, and the rows of its batches."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from mcp_parallel.config import Config
+from mcp_parallel.data.batch import BatchSource
+from mcp_parallel.data.corpus import Corpus, open_corpus
+
+Data = Corpus
+"""What ``open_data`` gives."""
+
+
+class Source(Protocol):
+    """Any rows of any step, from (data, data seed, step) alone: see ``BatchSource``."""
+
+    def batch(self, step: int, rows: range) -> tuple[NDArray[Any], NDArray[Any]]:
+        """``(inputs [N, ...], targets [N, ...])``; targets are int64, -100 where there is none."""
+        ...
+
+
+def open_data(config: Config) -> Data:
+    """The data that ``config`` names.
+
+    Call it before the ranks are forked: they then share its pages.
+
+    Raises:
+        ValueError: it is not there, or broken.
+        OSError: a file cannot be read.
+    """
+    return open_corpus(config.data, config.model)
+
+
+def source_of(data: Data, config: Config) -> Source:
+    """The batches of a run over ``data``."""
+    return BatchSource(data, config.data.seed, config.model.seq_len, config.train.global_batch_size)

@@ -1,0 +1,63 @@
+"""What every model family is made of: pre-norm blocks, and the stages that a pipeline cuts it into.
+
+The trainer knows a model by these classes and by its ``Family`` (``family.py``) alone.
+Letters: B = batch, S' = this rank's part of the sequence, D = hidden size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from mcp_parallel.model.remat import Remat
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(
+        self, attn_norm: nn.Module, attn: nn.Module, ffn_norm: nn.Module, ffn: nn.Module
+    ) -> None:
+        super().__init__()
+        self.remat = Remat()
+        self.attn_norm = attn_norm
+        self.attn = attn
+        self.ffn_norm = ffn_norm
+        self.ffn = ffn
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S', D] -> [B, S', D]``."""
+        return self.remat(self._forward, x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.attn_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class StageModel(nn.Module):
+    """A contiguous range of a model's blocks, with its first and last layers where it has them.
+
+    Parameter names carry the global block number, so they are the same in every layout. A family
+    registers its modules in the order in which they run: gradients come in the reverse of it, and
+    are sent as they come.
+    """
+
+    ties_embedding: bool = False
+    """The head's weight is the parameter ``embed``; a stage that has the head alone holds an
+    ``embed`` of its own, which it does not call."""
+    blocks: nn.ModuleDict
+    """By global number, as text."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """All blocks in order; ``[B, S', D] -> [B, S', D]``."""
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def stable_name(name: str) -> str:
+    """What a parameter is called in checkpoints and in its initial values' seed.
+
+    A matrix is called after its layer (``blocks.0.attn.wq``), whatever module holds it, so that
+    runs and checkpoints outlive a change of modules.
+    """
+    return name if name.endswith("norm.weight") else name.removesuffix(".weight")
