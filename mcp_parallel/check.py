@@ -31,7 +31,6 @@ _LAYOUT = (
                 "model.num_heads",
                 "model.num_kv_heads",
                 "model.vocab_size",
-                "model.seq_len",
                 "parallel.tp",
             }
         ),
@@ -68,7 +67,7 @@ _OPTIMIZER = (
     ),
 )
 _FILES = (
-    _Family((data.data_problems,), frozenset({"model.vocab_size", "model.seq_len", "parallel.tp"})),
+    _Family((data.data_problems,), frozenset({"model.vocab_size", "model.seq_len"})),
     _Family((data.resume_problems,), frozenset()),
 )
 

@@ -40,7 +40,7 @@ class ModelConfig:
     vocab_size: int = 256
     """Rows of the embedding, at least tp; 256 or more for text read as bytes."""
     seq_len: int = 128
-    """Tokens of a sample; a multiple of tp with sequence_parallel."""
+    """Tokens of a sample; any number, whatever tp is."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
     rope_theta: float = 10000.0
@@ -73,7 +73,8 @@ class ParallelConfig:
     """Stages on each pipeline rank: 2 or more with schedule interleaved, any number with
     zero_bubble, else 1. zbv and dualpipev always have 2 and take either 1 or 2 here."""
     sequence_parallel: bool = True
-    """Shard the norms' activations along the sequence over tp; no effect with tp = 1."""
+    """Shard the norms' activations along the sequence over tp, which need not divide it; no effect
+    with tp = 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -85,7 +85,6 @@ def can_run(config):
             model.hidden_size // model.num_heads % 2 == 0,
             model.num_heads % tp == 0,
             model.num_kv_heads % tp == 0,
-            model.seq_len % tp == 0 or not parallel.sequence_parallel,
             pp * (2 if is_v else virtual) <= model.num_layers,
             virtual == 1 or in_rounds or (is_v and virtual == 2),
             virtual > 1 or schedule != "interleaved" or pp == 1,

@@ -307,15 +307,16 @@ def test_errors_say_what_is_wrong_and_what_to_do(ranks):
         "RowParallelLinear: x must have 6 features, the whole input, got 3",
         (
             "RowParallelLinear: x must have a multiple of 2 positions in dim -2 with "
-            "sequence_parallel, got 3; pad the sequence or turn it off"
+            "sequence_parallel, got 3; give every layer sequence_size=3, pad the sequence or turn "
+            "it off"
         ),
         (
             "apply_linears: layers must all be ColumnParallelLinear or all plain, got Linear among "
             "them"
         ),
         (
-            "apply_linears: layers must have one group, sequence_parallel and sequence_dim, got "
-            "several; call them one by one"
+            "apply_linears: layers must have one group, sequence_parallel, sequence_dim and "
+            "sequence_size, got several; call them one by one"
         ),
         (
             "ColumnParallelLinear: module must hold whole parameters, got a DTensor (S(0)); it is "

@@ -26,6 +26,7 @@ from mcp_kernels.nn.sharding import (
     load_whole,
     own_parts,
 )
+from mcp_kernels.ops._comm import split_sizes
 
 
 class TensorParallelLayer(nn.Module):
@@ -121,14 +122,47 @@ class TensorParallelLayer(nn.Module):
         return f"ranks={ranks}, weight {describe(weight)}"
 
 
-def check_even_sequence(owner: str, x: Tensor, dim: int, world: int) -> None:
-    """Hold the sequence to equal parts, which is what the next layer gathers.
+def check_sequence(owner: str, x: Tensor, dim: int, world: int, size: int | None) -> None:
+    """Hold a whole sequence to what the next layer gathers: ``size``, or equal parts without one.
 
     Raises:
-        ValueError: its length is no multiple of the ranks.
+        ValueError: it has another length than ``size``, or is no multiple of the ranks.
     """
-    if x.shape[dim] % world:
+    if size is not None and x.shape[dim] != size:
+        raise ValueError(
+            f"{owner}: x must have sequence_size = {size} positions in dim {dim}, got "
+            f"{x.shape[dim]}; give layers for sequences of several lengths no sequence_size"
+        )
+    if size is None and x.shape[dim] % world:
         raise ValueError(
             f"{owner}: x must have a multiple of {world} positions in dim {dim} with "
-            f"sequence_parallel, got {x.shape[dim]}; pad the sequence or turn it off"
+            f"sequence_parallel, got {x.shape[dim]}; give every layer sequence_size="
+            f"{x.shape[dim]}, pad the sequence or turn it off"
+        )
+
+
+def check_parts(owner: str, x: Tensor, dim: int, group: ProcessGroup, size: int | None) -> None:
+    """Hold the ranks' parts of a sequence against each other, and against ``size``. Collective.
+
+    A part that does not fit would leave its peers in a gather that cannot end, so all ranks hear of
+    it. For the first call of a layer: later ones must not cost an exchange.
+
+    Raises:
+        ValueError: on every rank, where one brings another length than it should.
+    """
+    mine = torch.tensor([x.shape[dim]], device=x.device)
+    told = mine.new_empty(group.size())
+    group._allgather_base(told, mine).wait()
+    lengths = told.tolist()
+    if size is None and len(set(lengths)) > 1:
+        raise ValueError(
+            f"{owner}: x must have equally many positions in dim {dim} on every rank with "
+            f"sequence_parallel, got {lengths}; cut as torch.chunk does and give every layer "
+            "sequence_size, or pad the sequence"
+        )
+    expected = None if size is None else split_sizes(size, group.size())
+    if expected is not None and lengths != expected:
+        raise ValueError(
+            f"{owner}: x must have this rank's part of sequence_size = {size} in dim {dim}, "
+            f"{expected} positions by rank, got {lengths}; cut as torch.chunk does"
         )

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.functional import embedding, pad
 from typing_extensions import Self
 
-from mcp_kernels.nn._layer import TensorParallelLayer, check_even_sequence
+from mcp_kernels.nn._layer import TensorParallelLayer, check_sequence
 from mcp_kernels.nn.sharding import Group, to_local
 from mcp_kernels.ops.collectives import all_reduce, reduce_scatter
 
@@ -31,6 +31,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         padding_idx: row that gets no gradient.
         group: as in ``ColumnParallelLinear``.
         sequence_parallel: leave this rank's part of the sequence, the last dim of the tokens.
+        sequence_size: as in ``ColumnParallelLinear``.
         device: as in ``ColumnParallelLinear``.
         dtype: of the table.
 
@@ -51,16 +52,18 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         *,
         group: Group = None,
         sequence_parallel: bool = False,
+        sequence_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         target = torch.empty(0, device=device).device
         super().__init__(num_embeddings, embedding_dim, padding_idx, device="meta", dtype=dtype)
-        self._configure(sequence_parallel)
+        self._configure(sequence_parallel, sequence_size)
         self._settle(group, target)
 
-    def _configure(self, sequence_parallel: bool) -> None:
+    def _configure(self, sequence_parallel: bool, sequence_size: int | None) -> None:
         self.sequence_parallel = sequence_parallel
+        self.sequence_size = sequence_size
 
     @classmethod
     def from_embedding(
@@ -69,6 +72,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         *,
         group: Group = None,
         sequence_parallel: bool = False,
+        sequence_size: int | None = None,
         src_data_rank: int | None = 0,
     ) -> Self:
         """A layer with the parameters of ``table``, which stays as it is. Collective.
@@ -77,6 +81,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
             table: the whole table, on every rank.
             group: as in ``ColumnParallelLinear``.
             sequence_parallel: as in the constructor.
+            sequence_size: as in the constructor.
             src_data_rank: as in ``ColumnParallelLinear.from_linear``.
 
         Raises:
@@ -89,7 +94,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         layer = cls.__new__(cls)
         sizes = (table.num_embeddings, table.embedding_dim, table.padding_idx)
         nn.Embedding.__init__(layer, *sizes, device="meta")
-        layer._configure(sequence_parallel)
+        layer._configure(sequence_parallel, sequence_size)
         layer._take(table, group, src_data_rank)
         return layer
 
@@ -109,17 +114,19 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         return nn.Embedding(*sizes, device=device, dtype=self.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Rows for int64 tokens ``[..., S]``: ``[..., S, D]``, or ``[..., S / W, D]``.
+        """Rows for int64 tokens ``[..., S]``: ``[..., S, D]``, or this rank's ``[..., S / W, D]``.
 
         Raises:
             IndexError: a token outside of the table (checked on CPU, as ``nn.Embedding`` does).
-            ValueError: a sequence that the ranks do not divide under ``sequence_parallel``.
+            ValueError: under ``sequence_parallel``, a sequence of another length than
+                ``sequence_size``, or without one a sequence that the ranks do not divide.
         """
         group = self.group
         if group is None:
             return super().forward(input)
         if self.sequence_parallel:
-            check_even_sequence("VocabParallelEmbedding", input, -1, group.size())
+            size = self.sequence_size
+            check_sequence("VocabParallelEmbedding", input, -1, group.size(), size)
         rows = self._rows(input, group.rank() * -(-self.num_embeddings // group.size()))
         if self.sequence_parallel:
             return reduce_scatter(rows, group=group, scatter_dim=rows.dim() - 2)

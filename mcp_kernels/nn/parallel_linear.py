@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.functional import linear
 from typing_extensions import Self
 
-from mcp_kernels.nn._layer import TensorParallelLayer, check_even_sequence
+from mcp_kernels.nn._layer import TensorParallelLayer, check_parts, check_sequence
 from mcp_kernels.nn._replicated import gather_features, split_features
 from mcp_kernels.nn.sharding import Group, describe, to_locals
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
@@ -37,6 +37,7 @@ from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 class _ParallelLinear(TensorParallelLayer, nn.Linear):
     sequence_parallel: bool
     sequence_dim: int
+    sequence_size: int | None
 
     def _whole_module(self, device: torch.device | None) -> nn.Module:
         weight = self.weight
@@ -79,6 +80,9 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: give every rank the whole output.
         sequence_dim: the dim that is cut; counted from the end, -2 suits ``[S, D]`` and
             ``[B, S, D]``.
+        sequence_size: positions of the whole sequence where the ranks do not divide it, the same
+            in every layer and call: each rank's part is then what ``torch.chunk`` gives it. None
+            takes sequences of any length that the ranks divide.
         device: of the parameters; "meta" leaves them without memory until ``to_empty`` and
             ``reset_parameters``.
         dtype: of the parameters.
@@ -103,18 +107,27 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         target = torch.empty(0, device=device).device
         super().__init__(in_features, out_features, bias, device="meta", dtype=dtype)
-        self._configure(sequence_parallel, gather_output, sequence_dim)
+        self._configure(sequence_parallel, gather_output, sequence_dim, sequence_size)
         self._settle(group, target)
 
-    def _configure(self, sequence_parallel: bool, gather_output: bool, sequence_dim: int) -> None:
+    def _configure(
+        self,
+        sequence_parallel: bool,
+        gather_output: bool,
+        sequence_dim: int,
+        sequence_size: int | None,
+    ) -> None:
         self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
         self.sequence_dim = sequence_dim
+        self.sequence_size = sequence_size
+        self._has_checked_parts = False
 
     @classmethod
     def from_linear(
@@ -125,6 +138,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         src_data_rank: int | None = 0,
     ) -> Self:
         """A layer with the parameters of ``linear``, which stays as it is. Collective.
@@ -135,6 +149,7 @@ class ColumnParallelLinear(_ParallelLinear):
             sequence_parallel: as in the constructor.
             gather_output: as in the constructor.
             sequence_dim: as in the constructor.
+            sequence_size: as in the constructor.
             src_data_rank: rank of the group whose values count; None takes each rank's own,
                 without communication.
 
@@ -142,7 +157,7 @@ class ColumnParallelLinear(_ParallelLinear):
             ValueError: ``linear`` is parallel already.
         """
         layer = cls._like(linear)
-        layer._configure(sequence_parallel, gather_output, sequence_dim)
+        layer._configure(sequence_parallel, gather_output, sequence_dim, sequence_size)
         layer._take(linear, group, src_data_rank)
         return layer
 
@@ -150,7 +165,8 @@ class ColumnParallelLinear(_ParallelLinear):
         """``[..., in_features]`` to this rank's ``[..., out]``, whole under ``gather_output``.
 
         Raises:
-            ValueError: the input has another number of features.
+            ValueError: the input has another number of features, or in the first call under
+                ``sequence_parallel`` a rank's part another length than it should.
         """
         return apply_linears(input, [self])[0]
 
@@ -167,6 +183,7 @@ class RowParallelLinear(_ParallelLinear):
         input_is_parallel: the input is this rank's features already, as a column layer leaves
             them; False takes the whole input and uses this rank's part.
         sequence_dim: as in ``ColumnParallelLinear``.
+        sequence_size: as in ``ColumnParallelLinear``.
         device: as in ``ColumnParallelLinear``.
         dtype: of the parameters.
 
@@ -190,20 +207,26 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         input_is_parallel: bool = True,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         target = torch.empty(0, device=device).device
         super().__init__(in_features, out_features, bias, device="meta", dtype=dtype)
-        self._configure(sequence_parallel, input_is_parallel, sequence_dim)
+        self._configure(sequence_parallel, input_is_parallel, sequence_dim, sequence_size)
         self._settle(group, target)
 
     def _configure(
-        self, sequence_parallel: bool, input_is_parallel: bool, sequence_dim: int
+        self,
+        sequence_parallel: bool,
+        input_is_parallel: bool,
+        sequence_dim: int,
+        sequence_size: int | None,
     ) -> None:
         self.sequence_parallel = sequence_parallel
         self.input_is_parallel = input_is_parallel
         self.sequence_dim = sequence_dim
+        self.sequence_size = sequence_size
 
     @classmethod
     def from_linear(
@@ -214,6 +237,7 @@ class RowParallelLinear(_ParallelLinear):
         sequence_parallel: bool = False,
         input_is_parallel: bool = True,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         src_data_rank: int | None = 0,
     ) -> Self:
         """A layer with the parameters of ``linear``, which stays as it is. Collective.
@@ -224,13 +248,14 @@ class RowParallelLinear(_ParallelLinear):
             sequence_parallel: as in the constructor.
             input_is_parallel: as in the constructor.
             sequence_dim: as in the constructor.
+            sequence_size: as in the constructor.
             src_data_rank: as in ``ColumnParallelLinear.from_linear``.
 
         Raises:
             ValueError: ``linear`` is parallel already.
         """
         layer = cls._like(linear)
-        layer._configure(sequence_parallel, input_is_parallel, sequence_dim)
+        layer._configure(sequence_parallel, input_is_parallel, sequence_dim, sequence_size)
         layer._take(linear, group, src_data_rank)
         return layer
 
@@ -238,8 +263,9 @@ class RowParallelLinear(_ParallelLinear):
         """This rank's ``[..., in]`` (or the whole input) to ``[..., out_features]``.
 
         Raises:
-            ValueError: the input has another number of features, or a sequence that the ranks do
-                not divide under ``sequence_parallel``.
+            ValueError: the input has another number of features, or under ``sequence_parallel``
+                a sequence of another length than ``sequence_size``, or without one a sequence
+                that the ranks do not divide.
         """
         (weight,), (bias,) = _local_parameters([self])
         group = self.group
@@ -257,10 +283,9 @@ class RowParallelLinear(_ParallelLinear):
             input = split_features(input, group)  # noqa: A001
         if not self.sequence_parallel:
             return matmul_all_reduce(input, weight, bias, group=group)
-        check_even_sequence("RowParallelLinear", input, self.sequence_dim, group.size())
-        return matmul_reduce_scatter(
-            input, weight, bias, group=group, scatter_dim=self.sequence_dim
-        )
+        dim, size = self.sequence_dim, self.sequence_size
+        check_sequence("RowParallelLinear", input, dim, group.size(), size)
+        return matmul_reduce_scatter(input, weight, bias, group=group, scatter_dim=dim)
 
 
 def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
@@ -292,8 +317,11 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     if group is None:
         ys = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     elif first.sequence_parallel:
-        dim = first.sequence_dim
-        ys = all_gather_matmul(x, weights, biases, group=group, gather_dim=dim)
+        dim, size = first.sequence_dim, first.sequence_size
+        if not first._has_checked_parts and not torch.compiler.is_compiling():
+            check_parts("ColumnParallelLinear", x, dim, group, size)
+            first._has_checked_parts = True
+        ys = all_gather_matmul(x, weights, biases, group=group, gather_dim=dim, gather_size=size)
     else:
         copied = copy_to_group(x, group=group)
         ys = [linear(copied, w, b) for w, b in zip(weights, biases, strict=True)]
@@ -343,18 +371,16 @@ def _check_together(layers: Sequence[nn.Linear], x: Tensor) -> list[ColumnParall
             )
         if layer is not first and not _is_same_kind(layer, first):
             raise ValueError(
-                "apply_linears: layers must have one group, sequence_parallel and sequence_dim, "
-                "got several; call them one by one"
+                "apply_linears: layers must have one group, sequence_parallel, sequence_dim and "
+                "sequence_size, got several; call them one by one"
             )
         columns.append(layer)
     return columns
 
 
 def _is_same_kind(layer: ColumnParallelLinear, other: ColumnParallelLinear) -> bool:
-    if (layer.sequence_parallel, layer.sequence_dim) != (
-        other.sequence_parallel,
-        other.sequence_dim,
-    ):
+    kinds = [(a.sequence_parallel, a.sequence_dim, a.sequence_size) for a in (layer, other)]
+    if kinds[0] != kinds[1]:
         return False
     meshes = [getattr(each.weight, "device_mesh", None) for each in (layer, other)]
     return meshes[0] is meshes[1] or layer.group is other.group

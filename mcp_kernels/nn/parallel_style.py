@@ -56,6 +56,7 @@ class ColumnParallel(TensorParallelStyle):
         sequence_parallel: the input is cut along the sequence and gathered by the layer.
         gather_output: give every rank the whole output.
         sequence_dim: the dim that is cut.
+        sequence_size: as in ``ColumnParallelLinear``.
         heads: the output is so many equal heads, and no rank may get a part of one.
     """
 
@@ -65,11 +66,13 @@ class ColumnParallel(TensorParallelStyle):
         sequence_parallel: bool = False,
         gather_output: bool = False,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         heads: int | None = None,
     ) -> None:
         self.sequence_parallel = sequence_parallel
         self.gather_output = gather_output
         self.sequence_dim = sequence_dim
+        self.sequence_size = sequence_size
         self.heads = heads
 
     def problem(self, module: nn.Module, ranks: int) -> str | None:
@@ -84,7 +87,9 @@ class ColumnParallel(TensorParallelStyle):
         """See ``TensorParallelStyle.convert``."""
         module.__class__ = ColumnParallelLinear
         assert isinstance(module, ColumnParallelLinear)
-        module._configure(self.sequence_parallel, self.gather_output, self.sequence_dim)
+        module._configure(
+            self.sequence_parallel, self.gather_output, self.sequence_dim, self.sequence_size
+        )
         module._distribute(mesh, self.src_data_rank)
 
     def __repr__(self) -> str:
@@ -104,6 +109,7 @@ class RowParallel(TensorParallelStyle):
         input_is_parallel: the input of a linear layer is this rank's features already.
         sequence_dim: the dim that is cut (of a linear layer's output; an embedding cuts the last
             dim of its tokens).
+        sequence_size: as in ``ColumnParallelLinear``.
         heads: the input is so many equal heads, and no rank may get a part of one.
     """
 
@@ -113,11 +119,13 @@ class RowParallel(TensorParallelStyle):
         sequence_parallel: bool = False,
         input_is_parallel: bool = True,
         sequence_dim: int = -2,
+        sequence_size: int | None = None,
         heads: int | None = None,
     ) -> None:
         self.sequence_parallel = sequence_parallel
         self.input_is_parallel = input_is_parallel
         self.sequence_dim = sequence_dim
+        self.sequence_size = sequence_size
         self.heads = heads
 
     def problem(self, module: nn.Module, ranks: int) -> str | None:
@@ -137,11 +145,16 @@ class RowParallel(TensorParallelStyle):
         if isinstance(module, nn.Embedding):
             module.__class__ = VocabParallelEmbedding
             assert isinstance(module, VocabParallelEmbedding)
-            module._configure(self.sequence_parallel)
+            module._configure(self.sequence_parallel, self.sequence_size)
         else:
             module.__class__ = RowParallelLinear
             assert isinstance(module, RowParallelLinear)
-            module._configure(self.sequence_parallel, self.input_is_parallel, self.sequence_dim)
+            module._configure(
+                self.sequence_parallel,
+                self.input_is_parallel,
+                self.sequence_dim,
+                self.sequence_size,
+            )
         module._distribute(mesh, self.src_data_rank)
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
 """A contiguous range of a Llama-family model: RMSNorm, RoPE, SwiGLU, grouped-query attention.
 
 Source: Touvron et al., "LLaMA" (2023); RoPE: Su et al., "RoFormer" (2021), half-rotation form.
-Letters: B = batch, S = sequence (S' = S / tp between blocks under sequence parallelism),
-D = hidden size, H = heads, K = head size, F = feed-forward size, V = vocabulary. H, F and V are
-this rank's share under tensor parallelism.
+Letters: B = batch, S = sequence (S' = this rank's part of it between blocks under sequence
+parallelism), D = hidden size, H = heads, K = head size, F = feed-forward size, V = vocabulary. H,
+F and V are this rank's share under tensor parallelism.
 
 This file holds only the model, in plain linear layers and one table. Tensor parallelism is applied
 from outside (``parallel/tensor.py``) and changes those layers, not this code; layers on one input

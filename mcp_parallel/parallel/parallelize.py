@@ -61,7 +61,7 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         with torch.device("meta"):
             model = build(config.model, ranges[index], has_embedding=is_first, has_head=is_last)
         model.to(DTYPES[config.train.precision])
-        cut_layers(model, mesh)
+        cut_layers(model, mesh, config.model.seq_len)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing

@@ -113,7 +113,9 @@ def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> Pipe
     layout, model = mesh.layout, config.model
     rows, dtype = config.train.micro_batch_size, DTYPES[config.train.precision]
     split_sequence = layout.tp > 1 and layout.sequence_parallel
-    seq_len = model.seq_len // layout.tp if split_sequence else model.seq_len
+    seq_len = model.seq_len
+    if split_sequence:
+        _, seq_len = split_dim(seq_len, layout.tp, mesh.coordinate.tp)
     family = family_of(model)
     inputs = torch.empty(
         rows, *family.input_shape(model, model.seq_len), dtype=family.input_dtype, device="meta"

@@ -31,8 +31,10 @@ TokenLoss = Callable[[Tensor, Tensor], Tensor]
 ROW_PARALLEL = ("wo", "w2", "embed")
 
 
-def cut_layers(model: nn.Module, mesh: Mesh) -> None:
+def cut_layers(model: nn.Module, mesh: Mesh, seq_len: int) -> None:
     """Lay the layers of ``model`` over this rank's tensor-parallel group, in place.
+
+    ``seq_len`` is the length of every sequence that the group is given; ``tp`` need not divide it.
 
     Norms are replicated. Under sequence parallelism each rank's gradient of a norm covers its own
     part of the sequence: ``Gradients`` sums those once a step.
@@ -41,7 +43,9 @@ def cut_layers(model: nn.Module, mesh: Mesh) -> None:
         return
     assert mesh.device_mesh is not None
     is_cut = mesh.layout.sequence_parallel
-    column, row = ColumnParallel(sequence_parallel=is_cut), RowParallel(sequence_parallel=is_cut)
+    uneven = seq_len if is_cut and seq_len % mesh.layout.tp else None
+    column = ColumnParallel(sequence_parallel=is_cut, sequence_size=uneven)
+    row = RowParallel(sequence_parallel=is_cut, sequence_size=uneven)
     plan: dict[str, TensorParallelStyle] = {
         name: row if name.rpartition(".")[2] in ROW_PARALLEL else column
         for name, module in model.named_modules()

@@ -26,6 +26,7 @@ class Variation:
     tie_embeddings: bool = False
     extra_vocab: int = 0
     num_layers: int | None = None
+    extra_positions: int = 0
     padding: bool = False
     """Row r of the global batch loses the targets after a length of its own."""
     clip_norm: float = 0.0
@@ -37,6 +38,9 @@ PLAIN = Variation()
 TIED = Variation("tied", tie_embeddings=True)
 ODD_VOCAB = Variation("odd-vocab", extra_vocab=1)
 FIVE_LAYERS = Variation("5-layers", num_layers=5)
+# Sequences that tp does not divide: 127 positions; 5, of which a fourth rank gets none.
+ODD_LENGTH = Variation("odd-length", extra_positions=-1)
+FIVE_POSITIONS = Variation("5-positions", extra_positions=-123)
 PADDED = Variation("padded", padding=True)
 # Far below any gradient norm seen at initialisation, so that every step is clipped.
 CLIPPED = Variation("clipped", clip_norm=0.05)
@@ -62,6 +66,7 @@ class Case:
             tie_embeddings=v.tie_embeddings,
             vocab_size=base.model.vocab_size + v.extra_vocab,
             num_layers=v.num_layers or base.model.num_layers,
+            seq_len=base.model.seq_len + v.extra_positions,
         )
         parallel = replace(
             base.parallel,
@@ -153,6 +158,8 @@ MATRIX = (
     _case("odd-vocab tp4 no-sp", ODD_VOCAB, tp=4, sequence_parallel=False),
     _case("odd-vocab tp2pp2 zero_bubble", ODD_VOCAB, 2, tp=2, pp=2, schedule="zero_bubble"),
     _case("odd-vocab dp2tp2 zero3", ODD_VOCAB, dp=2, tp=2, zero=3),
+    _case("odd-length dp2tp2pp2", ODD_LENGTH, microbatches=2, dp=2, tp=2, pp=2),
+    _case("5-positions tp4 zbv", FIVE_POSITIONS, microbatches=4, tp=4, pp=2, schedule="zbv"),
     _case("5-layers pp2", FIVE_LAYERS, microbatches=2, pp=2),
     _case("5-layers pp2 zbv", FIVE_LAYERS, microbatches=2, pp=2, schedule="zbv"),
     _case("5-layers dp2tp2pp2", FIVE_LAYERS, microbatches=2, dp=2, tp=2, pp=2),

@@ -81,11 +81,9 @@ def _total(corpus: Iterator[files.TextFile], seq_len: int) -> int:
 
 
 def _length_problems(config: Config, tokens: int) -> Iterator[Problem]:
-    seq_len, tp = config.model.seq_len, config.parallel.tp
+    seq_len, shorter = config.model.seq_len, tokens - 1
     if tokens > seq_len:
         return
-    # Shorter samples, in whole shares of tp where they are split.
-    shorter = (tokens - 1) // tp * tp
     yield Problem(
         "data too short",
         "data.path",

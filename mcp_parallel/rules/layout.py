@@ -61,8 +61,6 @@ def tensor_problems(config: Config) -> Iterator[Problem]:
     if tp == 1:
         return
     common = math.gcd(model.num_heads, model.num_kv_heads)
-    if config.parallel.sequence_parallel:
-        common = math.gcd(common, model.seq_len)
     legal = ways("parallel.tp", nearest((t for t in divisors(common) if t <= model.vocab_size), tp))
     for key, size in (("num_heads", model.num_heads), ("num_kv_heads", model.num_kv_heads)):
         if size % tp:
@@ -71,18 +69,6 @@ def tensor_problems(config: Config) -> Iterator[Problem]:
     if model.vocab_size < tp:
         rule = f"be at most vocab_size = {model.vocab_size}"
         yield Problem("vocab_size over tp", "parallel.tp", rule, str(tp), legal)
-    if config.parallel.sequence_parallel and model.seq_len % tp:
-        high = int(BOUNDS["model.seq_len"].high)
-        yield Problem(
-            "seq_len over tp",
-            "model.seq_len",
-            f"be a multiple of tp = {tp} with sequence_parallel",
-            str(model.seq_len),
-            (
-                *ways("model.seq_len", nearest_multiples(tp, model.seq_len, 1, high), 2),
-                {"parallel.sequence_parallel": False},
-            ),
-        )
 
 
 def stage_problems(config: Config) -> Iterator[Problem]:
