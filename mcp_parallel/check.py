@@ -53,7 +53,7 @@ _LAYOUT = (
     ),
     _Family(
         (layout.split_backward_problems,),
-        frozenset({"parallel.zero", "parallel.dp", "parallel.pp"}),
+        frozenset({"parallel.zero", "parallel.dp", "parallel.cp", "parallel.pp"}),
     ),
     _Family(
         (zero.replica_problems,),

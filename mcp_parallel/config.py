@@ -60,13 +60,13 @@ class ParallelConfig:
     pp: int = 1
     """Ranks that the layers are spread over."""
     cp: int = 1
-    """Ranks that share a sequence; 1 until context parallel is here."""
+    """Ranks that share each sequence."""
     zero: int = 0
-    """What dp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
-    With dp / dp_replicate = 1 there is nothing to shard and each level runs as 0."""
+    """What dp * cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
+    With dp * cp / dp_replicate = 1 there is nothing to shard and each level runs as 0."""
     dp_replicate: int = 1
-    """Groups of dp / dp_replicate ranks, each of which holds all that zero shards (HSDP); more than
-    1 keeps ZeRO's messages within a group, and needs zero 1 to 3 and a divisor of dp."""
+    """Groups of dp * cp / dp_replicate ranks, each of which holds all that zero shards (HSDP); more
+    than 1 keeps ZeRO's messages within a group, and needs zero 1 to 3 and a divisor of dp."""
     schedule: Schedule = "1f1b"
     """Order of pipeline work; no effect with pp = 1."""
     virtual_stages: int = 1

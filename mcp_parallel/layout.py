@@ -14,6 +14,7 @@ class Coordinate:
 
     pp: int
     dp: int
+    cp: int
     tp: int
 
 
@@ -24,6 +25,7 @@ class Layout:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
     zero: int = 0
     schedule: Schedule = "1f1b"
     virtual_stages: int = 1
@@ -37,6 +39,7 @@ class Layout:
             dp=parallel.dp,
             tp=parallel.tp,
             pp=parallel.pp,
+            cp=parallel.cp,
             zero=parallel.zero,
             schedule=parallel.schedule,
             virtual_stages=parallel.virtual_stages,
@@ -47,17 +50,27 @@ class Layout:
     @property
     def world_size(self) -> int:
         """Ranks in the run."""
-        return self.dp * self.tp * self.pp
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold the same parameters and different tokens: replicas times their cp."""
+        return self.dp * self.cp
 
     @property
     def dp_shard(self) -> int:
-        """Data-parallel ranks over which ZeRO shards; ``dp_replicate`` groups of them are dp."""
+        """Data-parallel ranks of one of the ``dp_replicate`` groups that dp is made of."""
         return self.dp // self.dp_replicate
 
     @property
+    def zero_ranks(self) -> int:
+        """Ranks over which ZeRO shards: a group's data-parallel ranks with their cp."""
+        return self.dp_shard * self.cp
+
+    @property
     def is_hybrid(self) -> bool:
-        """Whether ZeRO shards within groups of dp ranks and replicates between them (HSDP)."""
-        return self.dp_replicate > 1 and self.dp_shard > 1
+        """Whether ZeRO shards within groups of ranks and replicates between them (HSDP)."""
+        return self.dp_replicate > 1 and self.zero_ranks > 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -79,10 +92,19 @@ class Layout:
         return [stage_of(self.schedule, self.pp, pp, chunk) for chunk in chunks]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Mesh place of ``rank``: tp varies fastest (neighbours), pp slowest (fewest bytes)."""
-        return Coordinate(
-            pp=rank // (self.dp * self.tp), dp=rank // self.tp % self.dp, tp=rank % self.tp
-        )
+        """Mesh place of ``rank``: tp varies fastest (neighbours), then cp, dp, and pp slowest."""
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
+
+    def rank_of(self, place: Coordinate) -> int:
+        """The rank at a mesh place; the inverse of ``coordinate``."""
+        return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
+
+    def data_index(self, place: Coordinate) -> int:
+        """Index of a place among the ``dp_cp`` ranks that share its parameters."""
+        return place.dp * self.cp + place.cp
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[range]:

@@ -15,7 +15,7 @@ from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.execute import build_executor
-from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import build_stages
 from mcp_parallel.parallel.tensor import build_token_loss
 
@@ -39,7 +39,7 @@ class StepResult:
     """What a bandwidth-optimal float32 all-reduce sends for the same."""
     bubbles: tuple[float, ...] | None = None
     """Idle fraction of each pipeline rank, 0 to 1 (see ``parallel.clock.bubbles``), times being
-    means over its dp and tp ranks; None without a pipeline."""
+    means over its dp, cp and tp ranks; None without a pipeline."""
 
     @property
     def is_finite(self) -> bool:
@@ -133,16 +133,16 @@ class TrainingStep:
         if occupation is None:
             return []
         times = [0.0] * (2 * layout.pp)
-        at, replicas = 2 * self.mesh.coordinate.pp, layout.dp * layout.tp
+        at, replicas = 2 * self.mesh.coordinate.pp, layout.dp_cp * layout.tp
         times[at : at + 2] = [occupation.busy_s / replicas, occupation.wall_s / replicas]
         return times
 
 
 class _TokenCount:
-    """Valid tokens of the global batch; the sum over dp travels while the forward runs."""
+    """Valid tokens of the global batch; the sum over dp and cp travels while the forward runs."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._group = mesh.group("dp")
+        self._group = mesh.group(DATA)
         self._device = mesh.device
         self._count = torch.zeros((), dtype=torch.int64)
         self._work: dist.Work | None = None

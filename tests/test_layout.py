@@ -10,15 +10,25 @@ from hypothesis import strategies as st
 from mcp_parallel.config import ParallelConfig
 from mcp_parallel.layout import Layout, split_dim, split_layers
 
-DEGREES = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 3, 4), (4, 2, 3)]
+DEGREES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 3, 4, 5)]
 
 
-@pytest.mark.parametrize("dp, tp, pp", DEGREES)
-def test_each_rank_has_a_place_of_its_own(dp, tp, pp):
-    layout = Layout(dp=dp, tp=tp, pp=pp)
+@pytest.mark.parametrize("dp, tp, pp, cp", DEGREES)
+def test_each_rank_has_a_place_of_its_own(dp, tp, pp, cp):
+    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
     places = [layout.coordinate(rank) for rank in range(layout.world_size)]
-    every = itertools.product(range(pp), range(dp), range(tp))
-    assert [(place.pp, place.dp, place.tp) for place in places] == list(every)
+    every = itertools.product(range(pp), range(dp), range(cp), range(tp))
+    assert [(place.pp, place.dp, place.cp, place.tp) for place in places] == list(every)
+    assert [layout.rank_of(place) for place in places] == list(range(layout.world_size))
+
+
+def test_ranks_that_share_parameters_are_numbered_through():
+    layout = Layout(dp=2, tp=2, pp=2, cp=3)
+    places = [layout.coordinate(rank) for rank in range(layout.world_size)]
+    assert layout.dp_cp == 6
+    for pp, tp in itertools.product(range(2), range(2)):
+        line = [place for place in places if (place.pp, place.tp) == (pp, tp)]
+        assert [layout.data_index(place) for place in line] == list(range(6))
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_far():
@@ -32,15 +42,25 @@ def test_layout_takes_every_degree_of_its_table():
         dp=2,
         tp=3,
         pp=4,
+        cp=2,
         zero=2,
         schedule="interleaved",
         virtual_stages=5,
         sequence_parallel=False,
     )
     layout = Layout.from_config(parallel)
-    for field in ("dp", "tp", "pp", "zero", "schedule", "virtual_stages", "sequence_parallel"):
+    for field in (
+        "dp",
+        "tp",
+        "pp",
+        "cp",
+        "zero",
+        "schedule",
+        "virtual_stages",
+        "sequence_parallel",
+    ):
         assert getattr(layout, field) == getattr(parallel, field)
-    assert layout.world_size == 24
+    assert layout.world_size == 48
     assert layout.num_stages == 20
 
 

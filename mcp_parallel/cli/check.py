@@ -70,7 +70,7 @@ def summarize(config: Config) -> dict[str, Any]:
         the ``pp_rank`` that holds it and the global ``ranks`` ``[first, past the last]``.
     """
     layout, train = Layout.from_config(config.parallel), config.train
-    ranks_per_stage = layout.dp * layout.tp
+    ranks_per_stage = layout.dp_cp * layout.tp
     stages = []
     for stage, layers in enumerate(split_layers(config.model.num_layers, layout.num_stages)):
         pp_rank = layout.stage_owner(stage)
@@ -97,9 +97,10 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         f"{model.preset or 'own shape'}: {model.num_layers} layers, hidden {model.hidden_size}, "
         f"{model.num_heads} heads ({model.num_kv_heads} kv), {summary['parameters']:,} parameters"
     )
+    cp = f" * cp {parallel.cp}" if parallel.cp > 1 else ""
     ranks = (
-        f"{summary['world_size']} ranks = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp}, "
-        f"zero {parallel.zero}, schedule {parallel.schedule}"
+        f"{summary['world_size']} ranks = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp}"
+        f"{cp}, zero {parallel.zero}, schedule {parallel.schedule}"
     )
     samples = (
         f"{train.global_batch_size} samples = dp {parallel.dp} * {summary['microbatches']} "

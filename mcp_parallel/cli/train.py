@@ -168,7 +168,8 @@ def _is_finished(config: Config, start: RunStart) -> bool:
 
 def _headline(config: Config, folder: RunFolder, start: RunStart) -> str:
     parallel, layout = config.parallel, Layout.from_config(config.parallel)
-    degrees = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp}, zero {parallel.zero}"
+    cp = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    degrees = f"dp {parallel.dp} x tp {parallel.tp} x pp {parallel.pp}{cp}, zero {parallel.zero}"
     name = config.model.preset or "own model"
     lines = [
         f"{name}, {config.train.steps} steps on {layout.world_size} ranks: {degrees}",

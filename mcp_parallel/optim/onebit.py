@@ -52,8 +52,8 @@ class OneBit:
         # State is kept by name, so one copy a rank: a V, with two on its first rank, is refused.
         self._tied = next(iter(gradients.tied), None)
         self.params = {shard.name: nn.Parameter(shard.local) for shard in self.shards}
-        # One rank of dp is a group too; None would be the world.
-        group = None if mesh.device_mesh is None else mesh.device_mesh.get_group("dp")
+        # One rank is a group too; None would be the world.
+        group = mesh.data_group
         self.adam = OneBitAdam(
             self._groups(train),
             lr=train.lr,
@@ -102,7 +102,7 @@ class OneBit:
         tied = self._tied
         own = [s for s, counts in zip(self.shards, self._counted, strict=True) if counts]
         own = [replace(shard, counted_here=True) for shard in own if shard is not tied]
-        total = local_square_sum(own) * self.mesh.layout.dp
+        total = local_square_sum(own) * self.mesh.layout.dp_cp
         return total if tied is None else total + local_square_sum([tied])
 
     def ready_to_switch(self) -> bool:

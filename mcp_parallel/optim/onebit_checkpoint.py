@@ -1,8 +1,9 @@
 """1-bit Adam's state as named rectangles, so that any layout can load it.
 
 By parameter, as whole tensors of its shape: the momentum (decoded), the second moment or the
-divisor, the server's error; and, with a leading dim of dp, every rank's worker error. At the same
-layout a resumed run continues bit by bit. At another one ``onebit_move`` says what becomes of it.
+divisor, the server's error; and, with a leading dim of dp * cp, every rank's worker error. At the
+same layout a resumed run continues bit by bit. At another one ``onebit_move`` says what becomes of
+it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class OneBitCheckpoint:
         layout = mesh.layout
         # Which rank holds what: a V holds other stages than a round of as many.
         places = [layout.stages_per_rank] + ["v"] * (layout.schedule in V_SHAPED and layout.pp > 1)
-        self._layout = [layout.dp, layout.tp, layout.pp, *places, zero]
+        places += ["cp", layout.cp] if layout.cp > 1 else []
+        self._layout = [layout.dp_cp, layout.tp, layout.pp, *places, zero]
         self._shards = {shard.name: shard for shard in shards}
         self._loading: list[Flats] = []
 
@@ -54,7 +56,7 @@ class OneBitCheckpoint:
             for kind, flat in flats.items():
                 found += self._chunks_of(bucket, kind, flat, bucket.flat.names)
             if bucket.worker_error is not None:
-                dp = self.mesh.layout.dp
+                dp = self.mesh.layout.dp_cp
                 found += self._worker_chunks(bucket, bucket.worker_error, dp, bucket.flat.names)
         return found
 
@@ -102,7 +104,8 @@ class OneBitCheckpoint:
     ) -> list[LocalChunk]:
         """This rank's row where dp is as it was; else all rows, from another dp."""
         rows = flat.view(-1, bucket.layout.padded_numel)
-        first = self.mesh.coordinate.dp if dp == self.mesh.layout.dp else 0
+        layout, place = self.mesh.layout, self.mesh.coordinate
+        first = layout.data_index(place) if dp == layout.dp_cp else 0
         found = []
         for index, name in enumerate(bucket.flat.names):
             if name not in names:
@@ -141,7 +144,7 @@ class OneBitCheckpoint:
             if frozen:
                 old_dp = saved["layout"][0]
                 # At another dp the mean of all ranks' errors is what every rank goes on with.
-                rows = 1 if old_dp == self.mesh.layout.dp else old_dp
+                rows = 1 if old_dp == self.mesh.layout.dp_cp else old_dp
                 flats["worker_error"] = bucket.new_buffer(rows * padded)
                 found += self._worker_chunks(bucket, flats["worker_error"], old_dp, frozen)
             self._loading.append(flats)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcp_parallel.parallel.gradients import Gradients, grad_of, sum_over_group
+from mcp_parallel.parallel.mesh import DATA
 
 
 class SwitchedGradients(Gradients):
@@ -23,7 +24,7 @@ class SwitchedGradients(Gradients):
 
     def finish(self) -> None:
         """See ``Gradients.finish``."""
-        dp_group = self.mesh.group("dp")
-        if not self.sums_over_dp and self.tied and dp_group is not None:
-            sum_over_group([grad_of(shard) for shard in self.tied], dp_group)
+        data_group = self.mesh.group(DATA)
+        if not self.sums_over_dp and self.tied and data_group is not None:
+            sum_over_group([grad_of(shard) for shard in self.tied], data_group)
         super().finish()

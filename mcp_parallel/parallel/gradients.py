@@ -1,9 +1,9 @@
 """From each rank's raw gradients to the gradient of the whole batch.
 
 Micro-batch losses are divided by the global number of tokens before backward, so everything here
-is a plain sum: over tp for weights that saw a part of the sequence only, over dp for replicated
-parameters (``fully_shard`` does its own), over the two holders of a tied embedding. Sums commute,
-so their order is free; each runs once a step, on flat buffers.
+is a plain sum: over tp for weights that saw a part of the sequence only, over dp and cp together,
+as one group, for replicated parameters (``fully_shard`` does its own), over the two holders of a
+tied embedding. Sums commute, so their order is free; each runs once a step, on flat buffers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.shards import Shard, is_sharded, like_parameter, local_part
 
@@ -149,10 +149,10 @@ class Gradients:
     def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.mesh = mesh
         self.shards = [shard for stage in stages for shard in stage.shards]
-        dp_group = mesh.group("dp")
+        data_group = mesh.group(DATA)
         self.buckets: GradientBuckets | None = None
-        if dp_group is not None and not is_sharded(mesh.layout):
-            self.buckets = GradientBuckets([s.parameter for s in self.shards], dp_group)
+        if data_group is not None and not is_sharded(mesh.layout):
+            self.buckets = GradientBuckets([s.parameter for s in self.shards], data_group)
         self.partial = [s for s in self.shards if s.grad_partial_over_tp]
         self.tied = find_tied(stages, mesh)
 

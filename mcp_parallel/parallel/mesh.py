@@ -1,8 +1,12 @@
-"""The ranks of a run as a named mesh (pp, dp, tp), and this rank's groups on it."""
+"""The ranks of a run as a named mesh (pp, dp * cp, tp), and this rank's groups on it.
+
+dp and cp are one axis of the mesh, for their ranks hold the same parameters: gradients are summed
+over both and ZeRO shards over both. The ranks that share a sequence are a group beside the mesh.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -11,9 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mcp_parallel.layout import Coordinate, Layout
 
-AXES = ("pp", "dp", "tp")
-# With HSDP dp is two axes: replicas are far apart, the ranks that ZeRO shards over are near.
-HYBRID_DP_AXES = ("dp_replicate", "dp_shard")
+DATA = "dp_cp"
+"""Axis of the ranks that hold the same parameters and train on different tokens: dp and cp as one,
+cp varying faster."""
+AXES = ("pp", DATA, "tp")
+# With HSDP it is two axes: replicas are far apart, the ranks that ZeRO shards over are near.
+HYBRID_AXES = ("dp_replicate", "dp_shard_cp")
 
 
 @dataclass(frozen=True)
@@ -28,28 +35,45 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     world: dist.ProcessGroup | None
+    data_mesh: DeviceMesh | None = None
+    """This rank's line along ``DATA``."""
+    cp_group: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The group of ranks that differ from this one on ``axis`` alone; None for a size of 1."""
+        """The group of ranks that differ from this one on ``axis`` alone; None for a size of 1.
+
+        Args:
+            axis: pp, cp, tp or ``DATA``.
+        """
         if self.device_mesh is None or getattr(self.layout, axis) == 1:
             return None
-        return self.device_mesh.get_group(axis)
+        if axis == "cp":
+            return self.cp_group
+        return self.data_group if axis == DATA else self.device_mesh.get_group(axis)
+
+    @property
+    def data_group(self) -> dist.ProcessGroup | None:
+        """The group along ``DATA``, of one rank too; None in a layout of one rank."""
+        return None if self.data_mesh is None else self.data_mesh.get_group()
 
     @property
     def zero_axes(self) -> str | tuple[str, ...]:
         """The axes of ``device_mesh`` that ``fully_shard`` works on."""
-        return HYBRID_DP_AXES if self.layout.is_hybrid else "dp"
+        return HYBRID_AXES if self.layout.is_hybrid else DATA
 
     def places(self) -> dict[str, int]:
         """This rank's index on every axis over which ranks may hold the same parameters."""
-        dp, shard = self.coordinate.dp, self.layout.dp_shard
-        if self.layout.is_hybrid:
-            return {"dp_replicate": dp // shard, "dp_shard": dp % shard, "tp": self.coordinate.tp}
-        return {"dp": dp, "tp": self.coordinate.tp}
+        index, tp = self.layout.data_index(self.coordinate), self.coordinate.tp
+        if not self.layout.is_hybrid:
+            return {DATA: index, "tp": tp}
+        return {
+            **dict(zip(HYBRID_AXES, divmod(index, self.layout.zero_ranks), strict=True)),
+            "tp": tp,
+        }
 
     def peer_at_stage(self, pp: int) -> int:
-        """Global rank of the rank on pipeline rank ``pp`` with this one's dp and tp place."""
-        return (pp * self.layout.dp + self.coordinate.dp) * self.layout.tp + self.coordinate.tp
+        """Global rank of the rank on pipeline rank ``pp`` with this one's place on other axes."""
+        return self.layout.rank_of(replace(self.coordinate, pp=pp))
 
 
 def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
@@ -65,26 +89,41 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
     world = dist.group.WORLD
     if size != dist.get_world_size():
         world = cast("dist.ProcessGroup", dist.new_group(list(range(size))))
-    sizes: dict[str, int] = dict(zip(AXES, (layout.pp, layout.dp, layout.tp), strict=True))
+    sizes: dict[str, int] = {axis: getattr(layout, axis) for axis in AXES}
     if layout.is_hybrid:
-        sizes = _with_hybrid_dp(sizes, layout)
+        sizes = _with_hybrid_data(sizes, layout)
     device_mesh = DeviceMesh(
         device.type,
         torch.arange(size).view(*sizes.values()),
         mesh_dim_names=tuple(sizes),
         _init_backend=True,
     )
-    if layout.is_hybrid:
-        device_mesh[HYBRID_DP_AXES]._flatten("dp")  # collective over the default group
+    # Collective over the default group, both.
+    data_mesh = device_mesh[HYBRID_AXES]._flatten(DATA) if layout.is_hybrid else device_mesh[DATA]
+    cp_group = _build_cp_group(layout, rank)
     if rank >= size:
         return None
-    return Mesh(layout, layout.coordinate(rank), device, device_mesh, world)
+    place = layout.coordinate(rank)
+    return Mesh(layout, place, device, device_mesh, world, data_mesh, cp_group)
 
 
-def _with_hybrid_dp(sizes: dict[str, int], layout: Layout) -> dict[str, int]:
-    """``sizes`` of the axes with dp as its two axes of HSDP, in dp's place."""
-    hybrid = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard}
-    parts = ({axis: size} if axis != "dp" else hybrid for axis, size in sizes.items())
+def _build_cp_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
+    """The ranks that share a sequence with ``rank``, in the order of their parts of it."""
+    if layout.cp == 1:
+        return None
+    mine: dist.ProcessGroup | None = None
+    for start in range(layout.world_size):
+        if layout.coordinate(start).cp == 0:
+            line = [start + index * layout.tp for index in range(layout.cp)]
+            group = dist.new_group(line)
+            mine = cast("dist.ProcessGroup", group) if rank in line else mine
+    return mine
+
+
+def _with_hybrid_data(sizes: dict[str, int], layout: Layout) -> dict[str, int]:
+    """``sizes`` of the axes with ``DATA`` as its two axes of HSDP, in its place."""
+    hybrid = dict(zip(HYBRID_AXES, (layout.dp_replicate, layout.zero_ranks), strict=True))
+    parts = ({axis: size} if axis != DATA else hybrid for axis, size in sizes.items())
     return {axis: size for part in parts for axis, size in part.items()}
 
 

@@ -73,8 +73,8 @@ def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether ``fully_shard`` splits parameters over dp; over one rank there is nothing to."""
-    return layout.zero > 0 and layout.dp_shard > 1
+    """Whether ``fully_shard`` splits parameters over dp and cp; one rank has nothing to split."""
+    return layout.zero > 0 and layout.zero_ranks > 1
 
 
 def iter_shards(model: nn.Module, mesh: Mesh, *, is_tied_copy: bool) -> Iterator[Shard]:

@@ -73,6 +73,7 @@ class Case:
             dp=layout.dp,
             tp=layout.tp,
             pp=layout.pp,
+            cp=layout.cp,
             zero=layout.zero,
             schedule=layout.schedule,
             virtual_stages=layout.virtual_stages,

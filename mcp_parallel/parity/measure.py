@@ -40,7 +40,7 @@ class Meshes:
     def get(self, case: Case) -> Mesh | None:
         """This rank's mesh for the case, None where the case does not use the rank. Collective."""
         layout = case.layout
-        key = (layout.pp, layout.dp, layout.tp, layout.dp_replicate)
+        key = (layout.pp, layout.dp, layout.cp, layout.tp, layout.dp_replicate)
         if key not in self._made:
             self._made[key] = build_mesh(layout, self._device)
         mesh = self._made[key]

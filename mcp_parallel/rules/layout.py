@@ -182,24 +182,32 @@ def legal_layouts_near(
         legal: says whether a config with such degrees can run; None takes any product.
 
     Returns:
-        At most three ``{"parallel.dp": ..., "parallel.tp": ..., "parallel.pp": ...}``.
+        At most three ``{"parallel.dp": ..., "parallel.tp": ..., "parallel.pp": ...}``, with
+        ``parallel.cp`` where the configured one is above 1.
     """
     wanted, replicas = config.parallel, config.parallel.dp_replicate
+    # Sharing a sequence is a choice that long ones ask for: never proposed to who did not make it.
     degrees = [
-        (world_size // (tp * pp), tp, pp)
-        for tp in divisors(world_size)
-        for pp in divisors(world_size // tp)
+        (tp, pp, cp)
+        for cp in (divisors(world_size) if wanted.cp > 1 else [1])
+        for tp in divisors(world_size // cp)
+        for pp in divisors(world_size // (cp * tp))
     ]
-    degrees.sort(key=lambda d: abs(math.log(d[1] / wanted.tp)) + abs(math.log(d[2] / wanted.pp)))
+
+    def distance(degree: tuple[int, int, int]) -> float:
+        target = (wanted.tp, wanted.pp, wanted.cp)
+        return sum(abs(math.log(d / t)) for d, t in zip(degree, target, strict=True))
+
     near = (
         {
             "dp": dp,
             "tp": tp,
             "pp": pp,
-            **({"cp": 1} if wanted.cp > 1 else {}),
+            **({"cp": cp} if wanted.cp > 1 else {}),
             **({"dp_replicate": math.gcd(dp, replicas)} if dp % replicas else {}),
         }
-        for dp, tp, pp in degrees[:_TRIED_LAYOUTS]
+        for tp, pp, cp in sorted(degrees, key=distance)[:_TRIED_LAYOUTS]
+        if (dp := world_size // (tp * pp * cp))
     )
     runnable = (
         {f"parallel.{key}": degree for key, degree in layout.items()}
