@@ -21,6 +21,7 @@ from mcp_parallel.layout import Layout
 from mcp_parallel.model.stage import StageModel
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
+from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.presets import num_parameters
 
 BYTE_VOCAB = 256
@@ -71,7 +72,10 @@ def load_model(checkpoint: Path) -> tuple[StageModel, Config, int]:
     """The whole model of a verified step folder, its run, and the steps it was trained."""
     manifest = Manifest.read(checkpoint)
     saved = Config.from_mapping(manifest.extra["config"])
-    config = replace(saved, parallel=ParallelConfig())
+    # A checkpoint holds the weights as they are kept: in 16 bits one copy of them is enough here.
+    precision = "fp32" if Precision.of(saved).is_narrow else saved.train.precision
+    train = replace(saved.train, precision=precision)
+    config = replace(saved, parallel=ParallelConfig(), train=train)
     if num_parameters(config.model) < _ONE_THREAD_BELOW and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     mesh = build_mesh(Layout(), torch.device("cpu"))

@@ -10,6 +10,7 @@ from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.checkpoint.steps import prune
 from mcp_parallel.parallel.mesh import is_main
+from mcp_parallel.parallel.shards import publish
 from mcp_parallel.step import TrainingStep
 
 
@@ -59,4 +60,5 @@ def load_step(path: Path, step: TrainingStep) -> int:
         group=step.mesh.world,
     )
     step.optimizer.loaded(manifest)
+    publish(step.shards)
     return manifest.step

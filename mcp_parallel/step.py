@@ -17,6 +17,7 @@ from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import build_stages
+from mcp_parallel.parallel.shards import publish
 from mcp_parallel.parallel.tensor import build_token_loss
 
 
@@ -88,6 +89,7 @@ class TrainingStep:
             return result
         factor = clip_factor(result.grad_norm, self.config.train.clip_norm)
         self.optimizer.step(lr, factor, switches=switches)
+        publish(self.shards)
         sent = self.optimizer.wire_bytes()
         if sent is None:
             return result

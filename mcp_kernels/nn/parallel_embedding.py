@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 from typing_extensions import Self
 
 from mcp_kernels.nn._layer import TensorParallelLayer, check_sequence
+from mcp_kernels.nn._lookup import lookup
 from mcp_kernels.nn.sharding import Group, to_local
 from mcp_kernels.ops.collectives import all_reduce, reduce_scatter
 
@@ -123,7 +124,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         """
         group = self.group
         if group is None:
-            return super().forward(input)
+            return lookup(input, self.weight, self.padding_idx)
         if self.sequence_parallel:
             size = self.sequence_size
             check_sequence("VocabParallelEmbedding", input, -1, group.size(), size)
@@ -150,7 +151,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         if table.shape[0] == 0:
             # More ranks than rows: a row that nobody asks for keeps this rank in the backward.
             table = pad(table, (0, 0, 0, 1))
-        rows = embedding(local.masked_fill(elsewhere, 0), table, padding)
+        rows = lookup(local.masked_fill(elsewhere, 0), table, padding)
         return rows.masked_fill(elsewhere[..., None], 0)
 
     def extra_repr(self) -> str:

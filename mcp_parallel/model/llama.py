@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 from mcp_kernels import flash_attn_func
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
+from mcp_parallel.model.embedding import embed
 from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.rotary import rotate
 from mcp_parallel.model.stage import Block, StageModel
@@ -108,7 +109,7 @@ class LlamaStage(StageModel):
         """  # noqa: D205
         if self.has_embedding:
             assert self.embed is not None
-            x = self.embed(x)
+            x = embed(self.embed, x)
         x = self.run_blocks(x)
         if self.norm is None or self.head is None:
             return x

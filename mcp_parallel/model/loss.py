@@ -13,12 +13,15 @@ def token_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum (not mean) over positions whose target is not ``IGNORED``.
 
     Args:
-        logits: ``[..., V]``, of tokens or of whole samples.
+        logits: ``[..., V]``, of tokens or of whole samples; the loss of 16-bit ones is computed
+            in fp32.
         targets: int64 ``[...]``.
 
     Returns:
         ``[]``, nats.
     """
+    if logits.itemsize < 4:
+        logits = logits.float()
     return cross_entropy(
         logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )

@@ -1,7 +1,8 @@
 """Rotary position embedding, half-rotation form (Su et al., "RoFormer", 2021).
 
 Dimension j of the first half of a head is paired with dimension j of the second half and the pair
-is turned by the angle ``position * theta ** (-2 j / K)``.
+is turned by the angle ``position * theta ** (-2 j / K)``. 16-bit heads are turned in fp32 and
+rounded once: angles in 16 bits would be off by whole turns at long positions.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ def _spread_table(
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
+    return _turn_wide(x.to(cos.dtype), cos, sin, sign).to(x.dtype)
+
+
+def _turn_wide(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     if cos.shape[-1] == x.shape[-1]:  # spread tables
         return (x * cos).addcmul_(torch.cat([second, first], -1), sin, value=sign)
@@ -79,8 +84,9 @@ def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
     """
     stop = start + x.shape[1]
     heads, size = x.shape[-2:]
+    dtype = x.dtype if x.itemsize >= 4 else torch.float32
     if size <= NARROW_HEAD:
-        cos, sin = _spread_table(stop, heads, size, theta, x.device, x.dtype)
+        cos, sin = _spread_table(stop, heads, size, theta, x.device, dtype)
     else:
-        cos, sin = _table(stop, size, theta, x.device, x.dtype)
+        cos, sin = _table(stop, size, theta, x.device, dtype)
     return _Rotate.apply(x, cos[start:], sin[start:])  # pyright: ignore[reportReturnType]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcp_parallel.parallel.gradients import Gradients, grad_of, sum_over_group
+from mcp_parallel.parallel.gradients import Gradients, bucket_shards, grad_of, sum_over_group
 from mcp_parallel.parallel.mesh import DATA
 
 
@@ -20,7 +20,7 @@ class SwitchedGradients(Gradients):
         self.sums_over_dp = False
         if self.buckets is not None:
             self.buckets.release()
-            self.buckets = None
+            self.buckets = bucket_shards(self.shards, None)
 
     def finish(self) -> None:
         """See ``Gradients.finish``."""

@@ -1,14 +1,15 @@
 """From each rank's raw gradients to the gradient of the whole batch.
 
 Micro-batch losses are divided by the global number of tokens before backward, so everything here
-is a plain sum: over tp for weights that saw a part of the sequence only, over dp and cp together,
-as one group, for replicated parameters (``fully_shard`` does its own), over the two holders of a
-tied embedding. Sums commute, so their order is free; each runs once a step, on flat buffers.
+is a plain sum, in fp32 where the model computes in 16 bits: over micro-batches, over tp for weights
+that saw a part of the sequence only, over dp and cp together, as one group, for replicated
+parameters (``fully_shard`` does its own), over the two holders of a tied embedding. Sums commute,
+so their order is free; each sum over ranks runs once a step, on flat buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,14 +35,28 @@ class GradientBuckets:
     less over the gradients than accumulating into zeroed views. Buckets hold parameters in reverse
     order of registration, which is about the order in which gradients appear, and are launched
     strictly in that order, so all ranks agree.
+
+    A gradient of a 16-bit parameter is added to its bucket after each backward and freed, so the
+    sum over micro-batches is fp32 like that over ranks.
+
+    Args:
+        parameters: in the order of registration.
+        group: the ranks to sum over; None sums over micro-batches alone.
+        masters: fp32 values of the 16-bit parameters; each gets its part of a bucket as ``grad``.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
         self.group = group
+        self._masters = masters or {}
         self.buffers: list[Tensor] = []
-        self._buckets: list[list[_Slot]] = []
+        self._buckets: list[list[_Slot | _NarrowSlot]] = []
         self._waiting: list[int] = []  # gradients still missing in each bucket
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | None] = []
         self._armed = False
         self._hooks: list[RemovableHandle] = []
         for bucket in _fill_buckets(list(reversed(parameters))):
@@ -49,15 +64,19 @@ class GradientBuckets:
 
     def _add(self, bucket: list[nn.Parameter]) -> None:
         index = len(self.buffers)
-        locals_ = [local_part(p.detach()) for p in bucket]
+        locals_ = [self._masters.get(p, local_part(p.detach())) for p in bucket]
         buffer = torch.zeros(
-            sum(t.numel() for t in locals_), dtype=bucket[0].dtype, device=bucket[0].device
+            sum(t.numel() for t in locals_), dtype=locals_[0].dtype, device=bucket[0].device
         )
         slots, start = [], 0
         for parameter, local in zip(bucket, locals_, strict=True):
             view = buffer[start : start + local.numel()].view_as(local)
             start += local.numel()
-            slots.append(_Slot(parameter, view, like_parameter(parameter, view)))
+            if parameter in self._masters:
+                local.grad = view
+                slots.append(_NarrowSlot(parameter, view))
+            else:
+                slots.append(_Slot(parameter, view, like_parameter(parameter, view)))
             hook = parameter.register_post_accumulate_grad_hook(
                 lambda _, slot=slots[-1]: self._arrived(index, slot)
             )
@@ -69,7 +88,13 @@ class GradientBuckets:
         """Forget the last step's gradients."""
         for slots in self._buckets:
             for slot in slots:
-                slot.parameter.grad = None
+                slot.clear()
+
+    def collect(self) -> None:
+        """Take the 16-bit gradients that came without a call of autograd's hooks."""
+        for slots in self._buckets if self._masters else ():
+            for slot in slots:
+                slot.add()
 
     def release(self) -> None:
         """Leave gradients to autograd for good, and give the buffers' memory back."""
@@ -83,7 +108,8 @@ class GradientBuckets:
         self._armed = True
         self._waiting = [len(slots) for slots in self._buckets]
 
-    def _arrived(self, index: int, slot: _Slot) -> None:
+    def _arrived(self, index: int, slot: _Slot | _NarrowSlot) -> None:
+        slot.add()
         if not self._armed:
             return
         slot.take()
@@ -92,6 +118,9 @@ class GradientBuckets:
             self._launch()
 
     def _launch(self) -> None:
+        if self.group is None:
+            self._works.append(None)
+            return
         work = dist.all_reduce(self.buffers[len(self._works)], group=self.group, async_op=True)
         self._works.append(cast("dist.Work", work))
 
@@ -102,7 +131,8 @@ class GradientBuckets:
                 slot.take()
             self._launch()
         for work in self._works:
-            work.wait()
+            if work is not None:
+                work.wait()
         self._works.clear()
         self._armed = False
 
@@ -117,6 +147,13 @@ class _Slot:
     as_grad: Tensor
     """The view in the parameter's layout."""
 
+    def clear(self) -> None:
+        """Forget the last step's gradient."""
+        self.parameter.grad = None
+
+    def add(self) -> None:
+        """Autograd itself adds up the gradients of micro-batches."""
+
     def take(self) -> None:
         """Move the gradient into the bucket; one that never came is zero."""
         grad = self.parameter.grad
@@ -129,12 +166,46 @@ class _Slot:
         self.parameter.grad = self.as_grad
 
 
+class _NarrowSlot:
+    """A 16-bit parameter and the place of its fp32 gradient in a bucket."""
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
+        self.parameter = parameter
+        self.view = view
+        self._has_sum = False
+
+    def clear(self) -> None:
+        """Forget the last step's gradient."""
+        self.parameter.grad = None
+        self._has_sum = False
+
+    def add(self) -> None:
+        """Add the gradient of one backward to the sum."""
+        grad = self.parameter.grad
+        if grad is None:
+            return
+        if self._has_sum:
+            self.view.add_(local_part(grad))
+        else:
+            self.view.copy_(local_part(grad))
+        self._has_sum = True
+        self.parameter.grad = None
+
+    def take(self) -> None:
+        """Complete the sum; one that no gradient came to is zero."""
+        self.add()
+        if not self._has_sum:
+            self.view.zero_()
+            self._has_sum = True
+
+
 def _fill_buckets(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Consecutive parameters, ``BUCKET_BYTES`` at most unless one alone is larger."""
     buckets: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        size = local_part(parameter.detach()).numel() * parameter.element_size()
+        # The sum of 16-bit gradients is fp32.
+        size = local_part(parameter.detach()).numel() * max(4, parameter.element_size())
         if not buckets or size > room:
             buckets.append([])
             room = BUCKET_BYTES
@@ -149,10 +220,8 @@ class Gradients:
     def __init__(self, stages: Sequence[Stage], mesh: Mesh) -> None:
         self.mesh = mesh
         self.shards = [shard for stage in stages for shard in stage.shards]
-        data_group = mesh.group(DATA)
-        self.buckets: GradientBuckets | None = None
-        if data_group is not None and not is_sharded(mesh.layout):
-            self.buckets = GradientBuckets([s.parameter for s in self.shards], data_group)
+        data_group = None if is_sharded(mesh.layout) else mesh.group(DATA)
+        self.buckets = bucket_shards(self.shards, data_group)
         self.partial = [s for s in self.shards if s.grad_partial_over_tp]
         self.tied = find_tied(stages, mesh)
 
@@ -160,9 +229,13 @@ class Gradients:
         """Start a step."""
         if self.buckets is not None:
             self.buckets.zero()
-            return
         for shard in self.shards:
             shard.parameter.grad = None
+
+    def after_split_backward(self) -> None:
+        """Say that gradients were set outside of autograd's backward."""
+        if self.buckets is not None:
+            self.buckets.collect()
 
     def before_last_backward(self) -> None:
         """Say that the next micro-batch is the step's last."""
@@ -177,6 +250,15 @@ class Gradients:
             sum_over_group([grad_of(s) for s in self.partial], self.mesh.group("tp"))
         if self.tied:
             sum_tied([grad_of(shard) for shard in self.tied], self.mesh)
+
+
+def bucket_shards(
+    shards: Sequence[Shard], group: dist.ProcessGroup | None
+) -> GradientBuckets | None:
+    """Buckets of what is summed over ``group`` and of what has a master; None: there is neither."""
+    masters = {s.parameter: s.master for s in shards if s.master is not None}
+    chosen = [s.parameter for s in shards if group is not None or s.master is not None]
+    return GradientBuckets(chosen, group, masters) if chosen else None
 
 
 def grad_of(shard: Shard) -> Tensor:

@@ -3,7 +3,8 @@
 1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
 2. tensor: each layer becomes this rank's part of it, still without memory;
 3. activation checkpointing policy on each block;
-4. values: block by block, so that no more than one block is ever whole on a rank;
+4. values: block by block, so that no more than one block is ever whole on a rank; in 16 bits
+   without ``fully_shard`` each parameter becomes a rounded copy of them (``precision.py``);
 5. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
 
 Each step sees what the earlier ones left and nothing of the later ones.
@@ -14,8 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
@@ -23,10 +24,12 @@ from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard, parameter_std
 from mcp_parallel.model.stage import Block, StageModel, stable_name
 from mcp_parallel.parallel.mesh import Mesh
-from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards
+from mcp_parallel.parallel.precision import Precision
+from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards, like_parameter, local_part
 from mcp_parallel.parallel.tensor import cut_layers
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+Masters = dict[nn.Parameter, Tensor]
+"""16-bit weights that the model computes with -> the local fp32 values they are rounded from."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +63,35 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         is_first, is_last = index == 0, index == layout.num_stages - 1
         with torch.device("meta"):
             model = build(config.model, ranges[index], has_embedding=is_first, has_head=is_last)
-        model.to(DTYPES[config.train.precision])
+        model.to(Precision.of(config).state)
         cut_layers(model, mesh, config.model.seq_len)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing
-        _give_values_and_shard(model, config, mesh)
+        masters = _give_values_and_shard(model, config, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
-        shards = list(iter_shards(model, mesh, is_tied_copy=tied_copy))
+        shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))
         stages.append(Stage(index, model, shards, is_first, is_last))
     return stages
 
 
-def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> None:
+def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Masters:
+    masters: Masters = {}
+    policy = _policy(Precision.of(config))
     for layer, block in model.blocks.items():
-        _give_values(block, f"blocks.{layer}.", config, mesh)
+        masters |= _give_values(block, f"blocks.{layer}.", config, mesh)
         if is_sharded(mesh.layout):
-            _shard(block, mesh, free_after_forward=mesh.layout.zero == 3)
-    _give_values(model, "", config, mesh)
+            _shard(block, mesh, policy, free_after_forward=mesh.layout.zero == 3)
+    masters |= _give_values(model, "", config, mesh)
     if is_sharded(mesh.layout):
         # Embedding, last norm and head: the last forward use is just before the first backward one.
-        _shard(model, mesh, free_after_forward=False)
+        _shard(model, mesh, policy, free_after_forward=False)
+    return masters
 
 
-def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> None:
+def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> Masters:
     """Allocate and fill the parameters of ``module`` that have no memory yet."""
+    masters: Masters = {}
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is made once
     for owner_name, owner in module.named_modules():
         for leaf, parameter in owner._parameters.items():
@@ -92,8 +99,13 @@ def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> 
                 continue
             if parameter not in made:
                 full_name = f"{prefix}{owner_name}.{leaf}"
-                made[parameter] = _initial(parameter, stable_name(full_name), config, mesh)
+                values = _initial(parameter, stable_name(full_name), config, mesh)
+                made[parameter] = values
+                if Precision.of(config).is_narrow and not is_sharded(mesh.layout):
+                    made[parameter], master = _rounded(values, Precision.of(config).compute)
+                    masters[made[parameter]] = master
             owner.register_parameter(leaf, made[parameter])
+    return masters
 
 
 def _initial(parameter: nn.Parameter, name: str, config: Config, mesh: Mesh) -> nn.Parameter:
@@ -111,14 +123,31 @@ def _initial(parameter: nn.Parameter, name: str, config: Config, mesh: Mesh) -> 
     return values
 
 
-def _shard(module: nn.Module, mesh: Mesh, *, free_after_forward: bool) -> None:
+def _rounded(values: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
+    """A parameter of the rounded values, and the local values that it was rounded from."""
+    master = local_part(values.detach())
+    return nn.Parameter(like_parameter(values, master.to(dtype))), master
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    """Weights are gathered as the model computes; gradients are summed as weights are kept."""
+    if not precision.is_narrow:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=precision.compute, reduce_dtype=precision.state, cast_forward_inputs=False
+    )
+
+
+def _shard(
+    module: nn.Module, mesh: Mesh, policy: MixedPrecisionPolicy, *, free_after_forward: bool
+) -> None:
     """ZeRO by ``fully_shard``: 1 and 2 keep parameters whole through the step, 3 frees them.
 
     What tells 1 from 2, when gradients are reduced, is the executor's choice for each micro-batch.
     """
     assert mesh.device_mesh is not None
     zero_mesh = mesh.device_mesh[mesh.zero_axes]
-    fully_shard(module, mesh=zero_mesh, reshard_after_forward=free_after_forward)
+    fully_shard(module, mesh=zero_mesh, reshard_after_forward=free_after_forward, mp_policy=policy)
     assert isinstance(module, FSDPModule)
     # The loss is already divided by the global number of tokens, so gradients are summed as is.
     module.set_gradient_divide_factor(1.0)

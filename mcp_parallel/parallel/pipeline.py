@@ -18,8 +18,10 @@ from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout, split_dim
 from mcp_parallel.model.family import family_of
 from mcp_parallel.parallel.clock import Clock, Occupation
+from mcp_parallel.parallel.gradients import Gradients
 from mcp_parallel.parallel.mesh import Mesh
-from mcp_parallel.parallel.parallelize import DTYPES, Stage
+from mcp_parallel.parallel.parallelize import Stage
+from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.schedules.action import Plan
 from mcp_parallel.schedules.build import build_plan
 
@@ -37,11 +39,17 @@ class Pipeline:
         stages: this rank's, in the order of the model.
         config: the run.
         mesh: this rank's.
+        gradients: of the stages.
         loss: of one micro-batch, already divided by the global number of tokens.
     """
 
     def __init__(
-        self, stages: Sequence[Stage], config: Config, mesh: Mesh, loss: LossFunction
+        self,
+        stages: Sequence[Stage],
+        config: Config,
+        mesh: Mesh,
+        gradients: Gradients,
+        loss: LossFunction,
     ) -> None:
         self.has_first = any(s.is_first for s in stages)
         self.has_last = any(s.is_last for s in stages)
@@ -55,13 +63,13 @@ class Pipeline:
 
         # The loss is already divided by the global number of tokens: nothing is left to scale.
         self.schedule = _PipelineScheduleRuntime(
-            [_torch_stage(stage, config, mesh, clock) for stage in stages],
+            [_torch_stage(stage, config, mesh, clock, gradients) for stage in stages],
             self.plan.num_microbatches,
             loss_fn=timed_loss,
             scale_grads=False,
         )
         self.schedule._prepare_schedule_with_comms(torch_actions(self.plan))
-        self._zero = torch.zeros((), dtype=DTYPES[config.train.precision], device=mesh.device)
+        self._zero = torch.zeros((), dtype=Precision.of(config).state, device=mesh.device)
 
     def run(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """See ``Executor.run``."""
@@ -95,6 +103,7 @@ class _TimedStage(PipelineStage):
     """A stage whose work is on the clock; waiting for messages happens outside of these calls."""
 
     clock: Clock
+    gradients: Gradients
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.working():
@@ -106,12 +115,16 @@ class _TimedStage(PipelineStage):
 
     def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.working():
-            return super().backward_weight_one_chunk(*args, **kwargs)
+            result = super().backward_weight_one_chunk(*args, **kwargs)
+            self.gradients.after_split_backward()
+            return result
 
 
-def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> PipelineStage:
+def _torch_stage(
+    stage: Stage, config: Config, mesh: Mesh, clock: Clock, gradients: Gradients
+) -> PipelineStage:
     layout, model = mesh.layout, config.model
-    rows, dtype = config.train.micro_batch_size, DTYPES[config.train.precision]
+    rows, dtype = config.train.micro_batch_size, Precision.of(config).compute
     split_sequence = layout.tp > 1 and layout.sequence_parallel
     seq_len = model.seq_len
     if split_sequence:
@@ -135,5 +148,5 @@ def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> Pipe
         output_args=(logits if stage.is_last else hidden,),
         group=mesh.group("pp"),
     )
-    made.clock = clock
+    made.clock, made.gradients = clock, gradients
     return made

@@ -7,9 +7,10 @@ records, which read it from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -29,6 +30,9 @@ class Shard:
     """False on ranks that hold a replica which another rank counts."""
     grad_partial_over_tp: bool
     """True when each tp rank's gradient covers its own part of the sequence only."""
+    master: Tensor | None = None
+    """The local fp32 values that a 16-bit parameter is rounded from, with the sum of its gradients
+    as ``grad``; None where the parameter itself is what the optimizer moves."""
 
     @property
     def global_shape(self) -> tuple[int, ...]:
@@ -43,13 +47,13 @@ class Shard:
 
     @property
     def local(self) -> Tensor:
-        """The local values, sharing memory with the parameter, outside autograd."""
-        return local_part(self.parameter.detach())
+        """The local values that training moves: the master, or the parameter's outside autograd."""
+        return local_part(self.parameter.detach()) if self.master is None else self.master
 
     @property
     def local_grad(self) -> Tensor | None:
-        """The local gradient after backward, or None."""
-        grad = self.parameter.grad
+        """The local gradient after backward, of ``local``'s dtype, or None."""
+        grad = self.parameter.grad if self.master is None else self.master.grad
         return None if grad is None else local_part(grad)
 
 
@@ -58,8 +62,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def publish(shards: Sequence[Shard]) -> None:
+    """Round masters into the parameters that the model computes with, after they were moved."""
+    kept = [(shard.parameter, shard.master) for shard in shards if shard.master is not None]
+    if kept:
+        targets = [local_part(parameter.detach()) for parameter, _ in kept]
+        torch._foreach_copy_(targets, [master for _, master in kept])
+
+
 def like_parameter(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """``local`` as a gradient of ``parameter``: a DTensor of its layout where it is one."""
+    """``local`` as a value or gradient of ``parameter``: a DTensor like it where it is one."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -77,12 +89,15 @@ def is_sharded(layout: Layout) -> bool:
     return layout.zero > 0 and layout.zero_ranks > 1
 
 
-def iter_shards(model: nn.Module, mesh: Mesh, *, is_tied_copy: bool) -> Iterator[Shard]:
+def iter_shards(
+    model: nn.Module, mesh: Mesh, masters: Mapping[nn.Parameter, Tensor], *, is_tied_copy: bool
+) -> Iterator[Shard]:
     """A record for each parameter of ``model``, after it was parallelised.
 
     Args:
         model: this rank's stage.
         mesh: the rank's mesh.
+        masters: fp32 values of 16-bit parameters.
         is_tied_copy: the stage holds the second copy of a tied embedding, counted on the first
             stage.
     """
@@ -98,6 +113,7 @@ def iter_shards(model: nn.Module, mesh: Mesh, *, is_tied_copy: bool) -> Iterator
             grad_partial_over_tp="tp" not in cut
             and mesh.layout.tp > 1
             and mesh.layout.sequence_parallel,
+            master=masters.get(parameter),
         )
 
 

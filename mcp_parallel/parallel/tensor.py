@@ -69,7 +69,8 @@ def vocab_parallel_loss(
     """``token_loss`` over logits whose vocabulary is cut over ``group``.
 
     Args:
-        logits: ``[..., V]``, this rank's part of the vocabulary; V may be 0.
+        logits: ``[..., V]``, this rank's part of the vocabulary; V may be 0. Of 16-bit ones the
+            loss is computed in fp32.
         targets: int64 ``[...]``, numbers of the whole vocabulary.
         vocab_start: first of this rank's part.
         group: the ranks that share the vocabulary.
@@ -97,13 +98,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, vocab_start: int, group: dist.ProcessGroup
     ) -> Tensor:
+        ctx.dtype = logits.dtype
         top = logits.amax(dim=1)  # [N]
+        if logits.itemsize < 4:
+            top = top.float()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         shifted = logits - top[:, None]
         column = targets - vocab_start
         elsewhere = (column < 0) | (column >= logits.shape[1])
         column = column.masked_fill(elsewhere, 0)
-        sums = torch.empty(2, len(targets), dtype=logits.dtype, device=logits.device)
+        sums = torch.empty(2, len(targets), dtype=top.dtype, device=logits.device)
         sums[0] = shifted.gather(1, column[:, None])[:, 0].masked_fill_(elsewhere, 0)
         exp = shifted.exp_()
         torch.sum(exp, dim=1, out=sums[1])
@@ -120,4 +124,4 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         grad = exp * (scale / total)[:, None]
         here = (scale * ~elsewhere).neg_()
         grad.scatter_add_(1, column[:, None], here[:, None])
-        return grad, None, None, None
+        return grad.to(ctx.dtype), None, None, None

@@ -14,7 +14,8 @@ from mcp_parallel.data.source import Data, source_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
-from mcp_parallel.parallel.parallelize import DTYPES, global_shapes
+from mcp_parallel.parallel.parallelize import global_shapes
+from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard
 from mcp_parallel.parity.cases import STEPS, Case
 from mcp_parallel.step import TrainingStep
@@ -69,7 +70,7 @@ def measure(
         losses.append(result.loss)
         norms.append(result.grad_norm)
     changes = [(shard, shard.local - before[id(shard)]) for shard in step.shards]
-    updates = _gather(changes, global_shapes(config.model), DTYPES[precision], mesh)
+    updates = _gather(changes, global_shapes(config.model), Precision.of(config).state, mesh)
     return Measurement(losses, norms, updates) if is_main() else None
 
 
