@@ -39,8 +39,14 @@ def fields(*pairs):
 
 Grad = fields(("grad", c_void_p), ("type", c_int), ("numel", c_int64), ("first_block", c_int64))
 MomentumArgs = fields(
-    *(("grads", POINTER(Grad)), ("num_grads", c_int64), ("old_bits", c_void_p)),
-    *(("old_scales", c_void_p), ("error", c_void_p), ("bits", c_void_p), ("scales", c_void_p)),
+    *(("grads", POINTER(Grad)), ("num_grads", c_int64), ("preconditioner", c_void_p)),
+    *(
+        ("old_bits", c_void_p),
+        ("old_scales", c_void_p),
+        ("error", c_void_p),
+        ("bits", c_void_p),
+        ("scales", c_void_p),
+    ),
     *(("beta1", c_float), ("one_minus_beta1", c_float), ("grad_scale", c_float)),
     *(("num_blocks", c_int64), ("block_size", c_int64)),
 )
@@ -55,7 +61,7 @@ Param = fields(
 )
 AdamArgs = fields(
     *(("params", POINTER(Param)), ("num_params", c_int64), ("master", c_void_p)),
-    *(("denom", c_void_p), ("bits", c_void_p), ("scales", c_void_p)),
+    *(("denom", c_void_p), ("moves", c_void_p), ("bits", c_void_p), ("scales", c_void_p)),
     *(("step_size", c_float), ("block_size", c_int64)),
 )
 CompressArgs = fields(
@@ -106,6 +112,10 @@ def poisoned(shape, dtype):
     return torch.full(shape, 0xAA if dtype == torch.uint8 else float("nan"), dtype=dtype)
 
 
+def address(tensor):
+    return None if tensor is None else tensor.data_ptr()
+
+
 def items_of(tensors, layout, make):
     """The table of a launch: empty tensors own no block and have no entry."""
     rows = [
@@ -127,7 +137,8 @@ def run_momentum(step, case):
     )
     pointers = (t.data_ptr() for t in (case.bits, case.scales, error, bits, scales))
     args = MomentumArgs(
-        *(table, count, *pointers, BETA1, 1 - BETA1, GRAD_SCALE),
+        *(table, count, address(case.preconditioner), *pointers),
+        *(BETA1, 1 - BETA1, GRAD_SCALE),
         *(scales.numel(), case.block_size),
     )
     step.onebit_compress_momentum(byref(args))
@@ -138,7 +149,8 @@ def run_momentum(step, case):
 @pytest.mark.parametrize("block_size", [8, 40, 64, 1024, 2048])
 def test_momentum_gives_the_reference_s_bits(step, block_size, hostile):
     sizes = [9, 0, 33, 1000, 2500] if block_size > 8 else [9, 0, 33]
-    case = MomentumCase(sizes, block_size, dtypes=DTYPES, spare_blocks=3, hostile=hostile)
+    how = {"hostile": hostile, "preconditioned": not hostile}
+    case = MomentumCase(sizes, block_size, dtypes=DTYPES, spare_blocks=3, **how)
     case.grads[-1][7] = float("inf") if hostile else 1.0
     with running_on("reference"):
         expected = case.run()
@@ -176,10 +188,12 @@ def test_reduce_gives_the_reference_s_bits(step, numel, block_size, world_size, 
     assert_equal(actual, expected)
 
 
+@pytest.mark.parametrize("divides", [True, False])
 @pytest.mark.parametrize("dtypes", [None, DTYPES])
 @pytest.mark.parametrize("block_size", [8, 64, 1024])
-def test_adam_gives_the_reference_s_bits(step, block_size, dtypes):
-    case = AdamCase([9, 0, 33, 1500], block_size, dtypes=dtypes)
+def test_adam_gives_the_reference_s_bits(step, block_size, dtypes, divides):
+    how = {"dtypes": dtypes, "divides": divides, "masked": not divides}
+    case = AdamCase([9, 0, 33, 1500], block_size, **how)
     with running_on("reference"):
         expected = case.run()
     params = [p.clone() for p in case.params]
@@ -193,8 +207,8 @@ def test_adam_gives_the_reference_s_bits(step, block_size, dtypes):
         ),
     )
     args = AdamArgs(
-        *(table, count, None if master is None else master.data_ptr()),
-        *(case.denom.data_ptr(), case.bits.data_ptr(), case.scales.data_ptr()),
+        *(table, count, address(master), address(case.denom), address(case.moves)),
+        *(case.bits.data_ptr(), case.scales.data_ptr()),
         *(STEP_SIZE, block_size),
     )
     step.onebit_adam_update(byref(args), c_int64(case.layout.num_blocks))

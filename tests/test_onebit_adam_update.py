@@ -25,7 +25,18 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 class Case:
     """Parameters and a frozen state."""
 
-    def __init__(self, sizes, block_size, *, seed=0, hostile=False, dtypes=None, strided=False):
+    def __init__(
+        self,
+        sizes,
+        block_size,
+        *,
+        seed=0,
+        hostile=False,
+        dtypes=None,
+        strided=False,
+        divides=True,
+        masked=False,
+    ):
         layout = BlockLayout(sizes, block_size)
         make = make_hostile if hostile else make_gradient
         generator = torch.Generator().manual_seed(seed)
@@ -36,6 +47,11 @@ class Case:
         self.scales[::5] = 0.0
         self.denom = make_gradient(elements, seed=seed + 1).abs() + 1e-8
         self.denom[::7] = float("inf")
+        if not divides:
+            self.denom = None
+        self.moves = None
+        if masked:
+            self.moves = torch.randint(0, 256, self.bits.shape, generator=generator).byte()
         self.weight_decays = [0.1 * (i % 3) for i in range(len(sizes))]
         values = [make(size, seed=seed + 2 + i) for i, size in enumerate(sizes)]
         self.master = None
@@ -59,6 +75,7 @@ class Case:
             weight_decays=self.weight_decays,
             block_size=self.block_size,
             master=master,
+            moves=self.moves,
         )
         # A NaN is a NaN: its payload is a machine's own.
         results = [*params, *([] if master is None else [master])]
@@ -72,21 +89,31 @@ def expected_params(case):
     for param, at, decay in zip(case.params, case.layout.offsets, case.weight_decays, strict=True):
         span = slice(at, at + param.numel())
         old = (param if case.master is None else case.master[span]).numpy()
-        update = momentum[span] * np.float32(STEP_SIZE) / case.denom.numpy()[span]
+        update = momentum[span] * np.float32(STEP_SIZE)
+        if case.denom is not None:
+            update = update / case.denom.numpy()[span]
+        if case.moves is not None:
+            moves = np.unpackbits(case.moves.numpy(), bitorder="little").astype(bool)
+            update = np.where(moves[span], update, np.float32(0))
         yield old * np.float32(1 - LR * decay) - update
 
 
+MODES = [{}, {"divides": False}, {"divides": False, "masked": True}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("block_size", [8, 24, 64, 1024])
-def test_many_tensors_follow_the_definition(block_size, strided):
-    case = Case(SIZES, block_size, strided=strided)
+def test_many_tensors_follow_the_definition(block_size, strided, mode):
+    case = Case(SIZES, block_size, strided=strided, **mode)
     for got, want in zip(on_every_path(case.run), expected_params(case), strict=True):
         np.testing.assert_array_equal(got.numpy(), want)
 
 
+@pytest.mark.parametrize("mode", [MODES[0], MODES[2]], ids=str)
 @pytest.mark.parametrize("block_size", [8, 64, 1024])
-def test_master_weights_move_and_params_are_their_rounding(block_size):
-    case = Case(SIZES, block_size, dtypes=DTYPES)
+def test_master_weights_move_and_params_are_their_rounding(block_size, mode):
+    case = Case(SIZES, block_size, dtypes=DTYPES, **mode)
     *params, master = on_every_path(case.run)
     moved = torch.zeros(master.numel(), dtype=torch.bool)
     for param, at, want in zip(params, case.layout.offsets, expected_params(case), strict=True):
@@ -132,6 +159,8 @@ def test_an_infinite_denominator_masks_and_a_zero_scale_moves_nothing():
     seed=st.integers(0, 2**31),
     hostile=st.booleans(),
     strided=st.booleans(),
+    divides=st.booleans(),
+    masked=st.booleans(),
     bad=st.booleans(),
 )
 def test_any_case_has_equal_bits_everywhere(sizes, block_size, bad, **how):
@@ -157,12 +186,14 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads):
 @pytest.mark.parametrize("dtypes", [None, DTYPES])
 @pytest.mark.parametrize("sizes", [[], [9, 0, 100]])
 def test_opcheck(mode, sizes, dtypes):
-    case = Case(sizes, 64, dtypes=dtypes)
+    case = Case(sizes, 64, dtypes=dtypes, divides=dtypes is None, masked=dtypes is not None)
     with mode():
         torch.library.opcheck(
             torch.ops.mcp_kernels.onebit_adam_update.default,
-            (case.params, case.denom, case.bits, case.scales, LR, STEP_SIZE, case.weight_decays, 64)
-            + ((case.master,) if dtypes else ()),
+            (
+                *(case.params, case.denom, case.bits, case.scales, LR, STEP_SIZE),
+                *(case.weight_decays, 64, case.master, case.moves),
+            ),
         )
 
 
@@ -193,6 +224,8 @@ GOOD = {
         ({"block_size": 0}, ValueError, "block_size must be a positive multiple of 8, got 0"),
         ({"denom": CASE.denom[:16]}, ValueError, "denom must have 24 elements, got 16"),
         ({"denom": CASE.denom.half()}, TypeError, "denom must be torch.float32, got torch.float"),
+        ({"moves": CASE.bits[:2]}, ValueError, "moves must have 3 bytes, got 2"),
+        ({"moves": CASE.bits.int()}, TypeError, "moves must be torch.uint8, got torch.int32"),
         ({"master": CASE.denom[:16]}, ValueError, "master must have 24 elements, got 16"),
         ({"bits": CASE.bits[:2]}, ValueError, "bits must be 3 bytes for 3 blocks of 8, got 2"),
         ({"weight_decays": [0.0]}, ValueError, "weight_decays must be 2 values, one a parameter"),

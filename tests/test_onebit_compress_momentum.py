@@ -49,11 +49,17 @@ class Case:
         self.valid = torch.arange(block_size) < self.counts[:, None]
         self.error = make(elements, seed=seed + 200) * self.valid.view(-1) / 4
         self.block_size = block_size
+        self.preconditioner = None
+        if how.get("preconditioned"):
+            factors = make_gradient(elements, seed=seed + 300).abs().mul_(30)
+            factors[::11] = 0.0  # a masked coordinate
+            self.preconditioner = factors.to(torch.bfloat16)
 
     def run(self, **how):
         """(bits, scales, new error); the case itself is left alone."""
         error = self.error.clone()
         given = {"beta1": BETA1, "grad_scale": GRAD_SCALE, **how}
+        given["preconditioner"] = self.preconditioner
         bits, scales = onebit_compress_momentum(
             *(self.grads, self.bits, self.scales, error), block_size=self.block_size, **given
         )
@@ -74,7 +80,10 @@ def assert_is_the_definition(case, result):
         span, padding = slice(start, start + count), slice(start + count, start + size)
         momentum = old_signs[span] * case.scales.numpy()[block]
         kept = f32(BETA1) * momentum
-        added = f32(1 - BETA1) * (grads[span] * f32(GRAD_SCALE))
+        seen = grads[span] * f32(GRAD_SCALE)
+        if case.preconditioner is not None:
+            seen *= case.preconditioner[span].float().numpy()
+        added = f32(1 - BETA1) * seen
         carried = (kept + added) + case.error.numpy()[span]
         if count:
             assert rms_within_half_an_ulp(scales[block], carried)
@@ -88,9 +97,10 @@ def assert_is_the_definition(case, result):
 
 
 @pytest.mark.parametrize("block_size", [8, 24, 64, 1024])
-@pytest.mark.parametrize("hostile", [False, True])
-def test_many_tensors_follow_the_definition(block_size, hostile):
-    case = Case(SIZES, block_size, dtypes=DTYPES, spare_blocks=3, hostile=hostile)
+@pytest.mark.parametrize("hostile, preconditioned", [(False, False), (True, False), (False, True)])
+def test_many_tensors_follow_the_definition(block_size, hostile, preconditioned):
+    how = {"hostile": hostile, "preconditioned": preconditioned}
+    case = Case(SIZES, block_size, dtypes=DTYPES, spare_blocks=3, **how)
     result = on_every_path(case.run)
     assert result[1].isfinite().all()
     assert_is_the_definition(case, result)
@@ -99,7 +109,7 @@ def test_many_tensors_follow_the_definition(block_size, hostile):
 @pytest.mark.parametrize("size", SIZES)
 def test_one_tensor_follows_the_definition(size):
     for block_size in (8, 1024):
-        case = Case([size], block_size, seed=size)
+        case = Case([size], block_size, seed=size, preconditioned=block_size > 8)
         assert_is_the_definition(case, on_every_path(case.run))
 
 
@@ -112,6 +122,7 @@ def test_one_tensor_follows_the_definition(size):
     seed=st.integers(0, 2**31),
     hostile=st.booleans(),
     strided=st.booleans(),
+    preconditioned=st.booleans(),
     bad=st.sampled_from([None, float("nan"), float("inf"), float("-inf")]),
     beta1=st.sampled_from([0.0, 0.9, 1.0, 0.123]),
 )
@@ -169,7 +180,7 @@ def test_nothing_is_lost_over_many_steps(path):
 
 @pytest.mark.parametrize("threads", [2, 3])
 def test_bits_do_not_depend_on_the_number_of_threads(threads):
-    case = Case([150_001, 3, 90_000], 1024)
+    case = Case([150_001, 3, 90_000], 1024, preconditioned=True)
     expected = on_every_path(case.run)
     torch.set_num_threads(threads)
     try:
@@ -180,13 +191,13 @@ def test_bits_do_not_depend_on_the_number_of_threads(threads):
 
 
 @pytest.mark.parametrize("mode", [nullcontext, reference_only])
-@pytest.mark.parametrize("sizes", [[], [9, 0, 100]])
-def test_opcheck(mode, sizes):
-    case = Case(sizes, 64, dtypes=DTYPES)
+@pytest.mark.parametrize("sizes, preconditioned", [([], False), ([9, 0, 100], True)])
+def test_opcheck(mode, sizes, preconditioned):
+    case = Case(sizes, 64, dtypes=DTYPES, preconditioned=preconditioned)
     with mode():
         torch.library.opcheck(
             torch.ops.mcp_kernels.onebit_compress_momentum.default,
-            (case.grads, case.bits, case.scales, case.error, 0.9, 1.0, 64),
+            (case.grads, case.bits, case.scales, case.error, 0.9, 1.0, 64, case.preconditioner),
         )
 
 
@@ -224,6 +235,16 @@ GOOD = {
         ),
         ({"grads": [CASE.grads[0].double()]}, TypeError, "grads must be float32, bfloat16 or"),
         ({"grads": [None]}, TypeError, "grads must be a Tensor, got NoneType"),
+        (
+            {"preconditioner": CASE.error},
+            TypeError,
+            "preconditioner must be torch.bfloat16, got torch.float32",
+        ),
+        (
+            {"preconditioner": CASE.error[:16].bfloat16()},
+            ValueError,
+            "preconditioner must have 24 elements, got 16",
+        ),
         ({"grads": [torch.zeros(25)]}, ValueError, "grads must fit 3 blocks of 8, got 4; make"),
     ],
 )

@@ -18,8 +18,9 @@ def assert_equals_reference(case):
         expected = case.run()
     grads = on_device(*case.grads)
     bits, scales, error = on_device(case.bits, case.scales, case.error)
+    (factors,) = on_device(case.preconditioner)
     result = body.onebit_compress_momentum(
-        grads, bits, scales, error, BETA1, GRAD_SCALE, case.block_size
+        grads, bits, scales, error, BETA1, GRAD_SCALE, case.block_size, factors
     )
     assert_equal((*result, error), expected)
 
@@ -28,8 +29,9 @@ def assert_equals_reference(case):
 @pytest.mark.parametrize("block_size", [8, 40, 64, 1024])
 def test_bits_equal_the_reference(block_size, hostile):
     sizes = [9, 0, 33, 1000, 1] if block_size > 8 else [9, 0, 33]
+    how = {"hostile": hostile, "preconditioned": not hostile}
     assert_equals_reference(
-        Case(sizes, block_size, dtypes=DTYPES, spare_blocks=3, hostile=hostile, strided=True)
+        Case(sizes, block_size, dtypes=DTYPES, spare_blocks=3, strided=True, **how)
     )
 
 
@@ -49,9 +51,10 @@ def test_no_tensor_is_padding():
 CUBINS = """
 from mcp_kernels.triton import onebit_compress_momentum as body
 for grad in ("*fp32", "*bf16", "*fp16"):
-    pointers = dict(grad_ptr=grad, old_bits_ptr="*u8", old_scales_ptr="*fp32", error_ptr="*fp32",
-                    bits_ptr="*u8", scales_ptr="*fp32")
-    text = ptx(body._onebit_compress_momentum_kernel, pointers, {"P": body.BLOCKS_PER_PROGRAM},
+    pointers = dict(grad_ptr=grad, factors_ptr="*bf16", old_bits_ptr="*u8", old_scales_ptr="*fp32",
+                    error_ptr="*fp32", bits_ptr="*u8", scales_ptr="*fp32")
+    text = ptx(body._onebit_compress_momentum_kernel, pointers,
+               {"P": body.BLOCKS_PER_PROGRAM, "HAS_FACTORS": grad != "*fp16"},
                floats=("beta1", "added", "grad_scale"))
     assert "sqrt.rn.f64" in text and "div.rn.f64" in text, text
 """

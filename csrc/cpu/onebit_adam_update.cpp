@@ -24,9 +24,10 @@ void check_flat(const char* op, const char* name, const Tensor& flat, int64_t nu
                   " must be contiguous, on cpu");
 }
 
-void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, Tensor scales,
-                        double lr, double step_size, std::vector<double> weight_decays,
-                        int64_t block_size, std::optional<Tensor> master) {
+void onebit_adam_update(std::vector<Tensor> params, std::optional<Tensor> denom, Tensor bits,
+                        Tensor scales, double lr, double step_size,
+                        std::vector<double> weight_decays, int64_t block_size,
+                        std::optional<Tensor> master, std::optional<Tensor> moves) {
   constexpr const char* kOp = "onebit_adam_update";
   check_block_size(kOp, block_size);
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
@@ -34,7 +35,7 @@ void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, T
   const int64_t num_blocks = scales.numel();
   check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
   STD_TORCH_CHECK(bits.is_cpu() && scales.is_cpu(), kOp, ": every tensor must be on cpu");
-  check_flat(kOp, "denom", denom, num_blocks * block_size);
+  if (denom) check_flat(kOp, "denom", *denom, num_blocks * block_size);
   if (master) check_flat(kOp, "master", *master, num_blocks * block_size);
   STD_TORCH_CHECK(weight_decays.size() == params.size(), kOp, ": weight_decays must be ",
                   params.size(), " values, got ", weight_decays.size());
@@ -61,16 +62,25 @@ void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, T
   STD_TORCH_CHECK(block <= num_blocks, kOp, ": params must fit ", num_blocks, " blocks, got ",
                   block);
 
+  std::optional<Tensor> flat_moves;
+  if (moves) {
+    check_dtype(kOp, "moves", *moves, ScalarType::Byte);
+    check_numel(kOp, "moves", *moves, bits.numel());
+    STD_TORCH_CHECK(moves->is_cpu(), kOp, ": every tensor must be on cpu");
+    flat_moves = torch::stable::contiguous(*moves);
+  }
   const Tensor flat_bits = torch::stable::contiguous(bits);
   const Tensor flat_scales = torch::stable::contiguous(scales);
-  const OnebitAdamArgs args{list.data(),
-                            static_cast<int64_t>(list.size()),
-                            master ? static_cast<float*>(master->mutable_data_ptr()) : nullptr,
-                            static_cast<const float*>(denom.const_data_ptr()),
-                            static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
-                            static_cast<const float*>(flat_scales.const_data_ptr()),
-                            static_cast<float>(step_size),
-                            block_size};
+  const OnebitAdamArgs args{
+      list.data(),
+      static_cast<int64_t>(list.size()),
+      master ? static_cast<float*>(master->mutable_data_ptr()) : nullptr,
+      denom ? static_cast<const float*>(denom->const_data_ptr()) : nullptr,
+      flat_moves ? static_cast<const uint8_t*>(flat_moves->const_data_ptr()) : nullptr,
+      static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
+      static_cast<const float*>(flat_scales.const_data_ptr()),
+      static_cast<float>(step_size),
+      block_size};
   const auto body = MCP_PICK(onebit_adam_update);
   for_blocks(block, block_size, [&](int64_t first, int64_t last) { body(args, first, last); });
   for (auto& [param, dense] : copied) torch::stable::copy_(param, dense);

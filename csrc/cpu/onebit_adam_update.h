@@ -3,8 +3,9 @@
 //   m = bit ? s : -s
 //   p = p * decay - (step_size * m) / denom         decay = 1 - lr * weight_decay, rounded once
 //
+// Without denom the momentum is of preconditioned gradients; where a bit of `moves` is 0, m is.
 // Source: Tang et al., "1-bit Adam", 2021, algorithm 1; decoupled decay as torch's AdamW.
-// Cost: 8.125 B read and 4 B written an element; a division hides behind them.
+// Cost: 4.125 B read and 4 B written an element; 4 B more for denom, whose division hides.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,8 @@ struct OnebitAdamArgs {
   const OnebitParam* params;  // [num_params], in the order of their blocks, none empty
   int64_t num_params;         //
   float* master;              // [num_blocks * block_size], or null
-  const float* denom;         // [num_blocks * block_size]
+  const float* denom;         // [num_blocks * block_size], or null
+  const uint8_t* moves;       // as bits, or null
   const uint8_t* bits;        // [num_blocks * block_size / 8]
   const float* scales;        // [num_blocks]
   float step_size;            //

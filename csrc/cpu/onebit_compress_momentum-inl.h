@@ -1,28 +1,44 @@
 // The algorithm of onebit_compress_momentum over rows. Included inside the namespace of an
 // instruction set, after codec_blocks-inl.h.
 
-// First sweep: c into scratch, its bits, its scale.
-template <class T>
+// First sweep: c into scratch, its bits, its scale. Loops and their rests are written out here as
+// in onebit_compress-inl.h, for the same reason.
+template <class T, bool kPreconditioned>
 float carry_momentum(const OnebitMomentumArgs& args, const T* grad, int64_t block, float* carried,
                      int64_t count, int64_t ahead) {
   const int64_t start = block * args.block_size;
   const uint8_t* old_bits = args.old_bits + start / 8;
   const float* error = args.error + start;
+  const BFloat16* factors = kPreconditioned ? args.preconditioner + start : nullptr;
   uint8_t* bits = args.bits + start / 8;
   // beta1 * -s rounds to the negative of beta1 * s, so one product serves the block.
   const float kept = args.beta1 * args.old_scales[block];
   const Row grad_scale = broadcast(args.grad_scale), added = broadcast(args.one_minus_beta1);
   Sums sums;
-  for_rows(count, [&](int64_t i, auto n) {
+  int64_t i = 0;
+  for (; i + kRow <= count; i += kRow) {
     prefetch_row(grad + i + ahead);
-    const Row g = multiply(load_up_to(grad + i, n), grad_scale);
-    const Row m = signed_scale(load_signs(old_bits + i / 8, n), kept);
-    Row c = add(add(m, multiply(g, added)), load_up_to(error + i, n));
-    if (n != kRow) c = load_part(reinterpret_cast<const float*>(&c), n);  // no m in the padding
+    Row g = multiply(load(grad + i), grad_scale);
+    if (kPreconditioned) {
+      prefetch_row(factors + i + ahead);
+      g = multiply(g, load(factors + i));
+    }
+    const Row m = signed_scale(load_signs(old_bits + i / 8, kRow), kept);
+    const Row c = add(add(m, multiply(g, added)), load(error + i));
     add_squares(sums, c);
     store(carried + i, c);
-    store_signs(bits + i / 8, signs_up_to(c, n), n);
-  });
+    store_signs(bits + i / 8, non_negative(c), kRow);
+  }
+  if (const int rest = static_cast<int>(count - i)) {
+    Row g = multiply(load_part(grad + i, rest), grad_scale);
+    if (kPreconditioned) g = multiply(g, load_part(factors + i, rest));
+    const Row m = signed_scale(load_signs(old_bits + i / 8, rest), kept);
+    Row c = add(add(m, multiply(g, added)), load_part(error + i, rest));
+    c = load_part(reinterpret_cast<const float*>(&c), rest);  // no m in the padding
+    add_squares(sums, c);
+    store(carried + i, c);
+    store_signs(bits + i / 8, non_negative(c) & first_signs(rest), rest);
+  }
   return rms(sums, count);
 }
 
@@ -34,7 +50,9 @@ void compress_momentum_block(const OnebitMomentumArgs& args, const OnebitGrad& t
   const int64_t start = block * args.block_size;
   const int64_t ahead = more && inside + count < tensor.numel ? args.block_size : 0;
   const T* grad = static_cast<const T*>(tensor.grad) + inside;
-  const float scale = carry_momentum(args, grad, block, carried, count, ahead);
+  const float scale = args.preconditioner
+                          ? carry_momentum<T, true>(args, grad, block, carried, count, ahead)
+                          : carry_momentum<T, false>(args, grad, block, carried, count, ahead);
   finish_block(carried, args.error + start, args.bits + start / 8, scale, args.scales + block,
                count, args.block_size, ahead);
 }

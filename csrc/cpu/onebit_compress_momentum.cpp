@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -18,7 +19,8 @@ using torch::stable::Tensor;
 
 std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, Tensor bits,
                                                     Tensor scales, Tensor error, double beta1,
-                                                    double grad_scale, int64_t block_size) {
+                                                    double grad_scale, int64_t block_size,
+                                                    std::optional<Tensor> preconditioner) {
   constexpr const char* kOp = "onebit_compress_momentum";
   check_block_size(kOp, block_size);
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
@@ -30,6 +32,14 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   STD_TORCH_CHECK(error.is_contiguous(), kOp, ": error must be contiguous");
   STD_TORCH_CHECK(bits.is_cpu() && scales.is_cpu() && error.is_cpu(), kOp,
                   ": every tensor must be on cpu");
+  const BFloat16* factors = nullptr;
+  if (preconditioner) {
+    check_dtype(kOp, "preconditioner", *preconditioner, ScalarType::BFloat16);
+    check_numel(kOp, "preconditioner", *preconditioner, num_blocks * block_size);
+    STD_TORCH_CHECK(preconditioner->is_cpu() && preconditioner->is_contiguous(), kOp,
+                    ": preconditioner must be contiguous, on cpu");
+    factors = static_cast<const BFloat16*>(preconditioner->const_data_ptr());
+  }
 
   std::vector<OnebitGrad> list;
   list.reserve(grads.size());
@@ -50,6 +60,7 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   Tensor new_scales = torch::stable::new_empty(scales, {num_blocks}, ScalarType::Float);
   const OnebitMomentumArgs args{list.data(),
                                 static_cast<int64_t>(list.size()),
+                                factors,
                                 static_cast<const uint8_t*>(old_bits.const_data_ptr()),
                                 static_cast<const float*>(old_scales.const_data_ptr()),
                                 static_cast<float*>(error.mutable_data_ptr()),

@@ -41,7 +41,8 @@ void in_tables(const std::vector<Item>& items, int64_t end, Launch launch) {
 
 std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, Tensor bits,
                                                     Tensor scales, Tensor error, double beta1,
-                                                    double grad_scale, int64_t block_size) {
+                                                    double grad_scale, int64_t block_size,
+                                                    std::optional<Tensor> preconditioner) {
   constexpr const char* kOp = "onebit_compress_momentum";
   check_block_size(kOp, block_size);
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
@@ -50,6 +51,14 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
   check_device(kOp, "scales", scales, bits);
   check_flat(kOp, "error", error, bits, num_blocks * block_size);
+  const BFloat16* factors = nullptr;
+  if (preconditioner) {
+    check_dtype(kOp, "preconditioner", *preconditioner, ScalarType::BFloat16);
+    check_numel(kOp, "preconditioner", *preconditioner, num_blocks * block_size);
+    check_device(kOp, "preconditioner", *preconditioner, bits);
+    STD_TORCH_CHECK(preconditioner->is_contiguous(), kOp, ": preconditioner must be contiguous");
+    factors = static_cast<const BFloat16*>(preconditioner->const_data_ptr());
+  }
 
   const DeviceGuard guard(bits.get_device_index());
   std::vector<OnebitGrad> list;
@@ -69,6 +78,7 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   Tensor new_scales = torch::stable::new_empty(scales, {num_blocks}, ScalarType::Float);
   const OnebitMomentumArgs args{nullptr,
                                 0,
+                                factors,
                                 static_cast<const uint8_t*>(old_bits.const_data_ptr()),
                                 static_cast<const float*>(old_scales.const_data_ptr()),
                                 static_cast<float*>(error.mutable_data_ptr()),
@@ -133,9 +143,10 @@ std::tuple<Tensor, Tensor> onebit_reduce(Tensor bits, Tensor scales, Tensor serv
   return {new_bits, new_scales};
 }
 
-void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, Tensor scales,
-                        double lr, double step_size, std::vector<double> weight_decays,
-                        int64_t block_size, std::optional<Tensor> master) {
+void onebit_adam_update(std::vector<Tensor> params, std::optional<Tensor> denom, Tensor bits,
+                        Tensor scales, double lr, double step_size,
+                        std::vector<double> weight_decays, int64_t block_size,
+                        std::optional<Tensor> master, std::optional<Tensor> moves) {
   constexpr const char* kOp = "onebit_adam_update";
   check_block_size(kOp, block_size);
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
@@ -143,7 +154,7 @@ void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, T
   const int64_t num_blocks = scales.numel();
   check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
   check_device(kOp, "scales", scales, bits);
-  check_flat(kOp, "denom", denom, bits, num_blocks * block_size);
+  if (denom) check_flat(kOp, "denom", *denom, bits, num_blocks * block_size);
   if (master) check_flat(kOp, "master", *master, bits, num_blocks * block_size);
   STD_TORCH_CHECK(weight_decays.size() == params.size(), kOp, ": weight_decays must be ",
                   params.size(), " values, got ", weight_decays.size());
@@ -169,16 +180,25 @@ void onebit_adam_update(std::vector<Tensor> params, Tensor denom, Tensor bits, T
   }
   STD_TORCH_CHECK(block <= num_blocks, kOp, ": params must fit ", num_blocks, " blocks, got ",
                   block);
+  std::optional<Tensor> flat_moves;
+  if (moves) {
+    check_dtype(kOp, "moves", *moves, ScalarType::Byte);
+    check_numel(kOp, "moves", *moves, bits.numel());
+    check_device(kOp, "moves", *moves, bits);
+    flat_moves = torch::stable::contiguous(*moves);
+  }
   const Tensor flat_bits = torch::stable::contiguous(bits);
   const Tensor flat_scales = torch::stable::contiguous(scales);
-  const OnebitAdamArgs args{nullptr,
-                            0,
-                            master ? static_cast<float*>(master->mutable_data_ptr()) : nullptr,
-                            static_cast<const float*>(denom.const_data_ptr()),
-                            static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
-                            static_cast<const float*>(flat_scales.const_data_ptr()),
-                            static_cast<float>(step_size),
-                            block_size};
+  const OnebitAdamArgs args{
+      nullptr,
+      0,
+      master ? static_cast<float*>(master->mutable_data_ptr()) : nullptr,
+      denom ? static_cast<const float*>(denom->const_data_ptr()) : nullptr,
+      flat_moves ? static_cast<const uint8_t*>(flat_moves->const_data_ptr()) : nullptr,
+      static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
+      static_cast<const float*>(flat_scales.const_data_ptr()),
+      static_cast<float>(step_size),
+      block_size};
   const cudaStream_t stream = current_stream(bits.get_device_index());
   in_tables(list, block, [&](const Table<OnebitParam>& table, int64_t first, int64_t last) {
     adam_kernel<<<groups_of(last - first, kWarpsPerGroup), kThreads, 0, stream>>>(args, table,

@@ -37,14 +37,16 @@ __device__ const Item& find_item(const Table<Item>& table, int64_t block) {
 struct CarryMomentum {
   const void* grad;
   FloatType type;
-  int64_t inside;  // elements of the tensor before this block
+  int64_t inside;       // elements of the tensor before this block
+  const void* factors;  // bfloat16, of this block, or null
   const uint8_t* old_bits;
   float kept;  // beta1 * scale: beta1 * -s rounds to its negative
   const float* error;
   float added;
   float grad_scale;
   __device__ float operator()(int64_t i) const {
-    const float g = __fmul_rn(read_as(type, grad, inside + i), grad_scale);
+    float g = __fmul_rn(read_as(type, grad, inside + i), grad_scale);
+    if (factors) g = __fmul_rn(g, read_as(FloatType::kBFloat16, factors, i));
     return __fadd_rn(__fadd_rn(decode_sign(old_bits, i, kept), __fmul_rn(g, added)), error[i]);
   }
 };
@@ -62,7 +64,8 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerGroup)
   float* error = args.error + start;
   const SignBlock to{error, args.bits + start / 8, args.scales + block,
                      count, args.block_size,       args.block_size % kWarp == 0};
-  code_signs(to, CarryMomentum{tensor.grad, tensor.type, inside, args.old_bits + start / 8,
+  const BFloat16* factors = args.preconditioner ? args.preconditioner + start : nullptr;
+  code_signs(to, CarryMomentum{tensor.grad, tensor.type, inside, factors, args.old_bits + start / 8,
                                __fmul_rn(args.beta1, args.old_scales[block]), error,
                                args.one_minus_beta1, args.grad_scale});
 }
@@ -119,7 +122,9 @@ __global__ void __launch_bounds__(kWarp* kWarpsPerGroup)
   const float step = __fmul_rn(args.step_size, args.scales[block]);
   const uint8_t* bits = args.bits + start / 8;
   for (int64_t i = threadIdx.x % kWarp; i < count; i += kWarp) {
-    const float update = __fdiv_rn(decode_sign(bits, i, step), args.denom[start + i]);
+    float update = decode_sign(bits, i, step);
+    if (args.denom) update = __fdiv_rn(update, args.denom[start + i]);
+    if (args.moves && decode_sign(args.moves + start / 8, i, 1.0f) < 0) update = 0;
     float* weight =
         args.master ? args.master + start + i : static_cast<float*>(tensor.param) + inside + i;
     const float moved = __fsub_rn(__fmul_rn(*weight, tensor.decay), update);

@@ -61,20 +61,23 @@ class Inputs:
         self.error, self.counts = error.to(device), layout.counts(device)
         self.params = [make_gradient(size, seed=3 + i).to(device) for i, size in enumerate(sizes)]
         self.denom = (make_gradient(elements, seed=5).abs() + 1e-3).to(device)
+        self.factors = self.denom.reciprocal().to(torch.bfloat16)
 
     def momentum(self, get: Get, error: Tensor) -> tuple[Tensor, ...]:
         """(bits, scales) of onebit_compress_momentum."""
         body = get("onebit_compress_momentum")
-        return body(self.grads, self.bits[0], self.scales[0], error, 0.9, 0.5, BLOCK_SIZE)
+        given = (self.grads, self.bits[0], self.scales[0], error, 0.9, 0.5, BLOCK_SIZE)
+        return body(*given, self.factors)
 
     def reduce(self, get: Get, error: Tensor) -> tuple[Tensor, ...]:
         """(bits, scales) of onebit_reduce of two ranks."""
         return get("onebit_reduce")(self.bits, self.scales, error, self.counts, BLOCK_SIZE)
 
-    def update(self, get: Get, params: list[Tensor]) -> None:
-        """onebit_adam_update of ``params``."""
-        given = (params, self.denom, self.bits[0], self.scales[0], 1e-3, 1e-3)
-        get("onebit_adam_update")(*given, [0.1] * len(params), BLOCK_SIZE)
+    def update(self, get: Get, params: list[Tensor], denom: Tensor | None = None) -> None:
+        """onebit_adam_update of ``params``, where there is no ``denom`` under a mask."""
+        given = (params, denom, self.bits[0], self.scales[0], 1e-3, 1e-3)
+        moves = self.bits[1] if denom is None else None
+        get("onebit_adam_update")(*given, [0.1] * len(params), BLOCK_SIZE, None, moves)
 
 
 def results(inputs: Inputs, get: Get) -> Iterator[tuple[str, tuple[Tensor, ...]]]:
@@ -85,7 +88,9 @@ def results(inputs: Inputs, get: Get) -> Iterator[tuple[str, tuple[Tensor, ...]]
     yield "onebit_reduce", (*inputs.reduce(get, error), error)
     params = [param.clone() for param in inputs.params]
     inputs.update(get, params)
-    yield "onebit_adam_update", tuple(params)
+    divided = [param.clone() for param in inputs.params]
+    inputs.update(get, divided, inputs.denom)
+    yield "onebit_adam_update", (*params, *divided)
     for codec in CODECS:
         error = inputs.error.clone()
         codes, scales = get(f"{codec}_compress")(inputs.denom, error, BLOCK_SIZE)
@@ -122,9 +127,9 @@ def measure(bench: Bench, numel: int = 1 << 27) -> Iterator[Measurement]:
     for name, get in bodies().items():
         runs: dict[str, tuple[Callable[[], object], float]] = {
             # Half the gradients are float32.
-            "onebit_compress_momentum": (lambda get=get: inputs.momentum(get, error), 11.25),
+            "onebit_compress_momentum": (lambda get=get: inputs.momentum(get, error), 13.25),
             "onebit_reduce": (lambda get=get: inputs.reduce(get, error), 8.375),
-            "onebit_adam_update": (lambda get=get: inputs.update(get, params), 12.125),
+            "onebit_adam_update": (lambda get=get: inputs.update(get, params), 8.25),
         }
         for codec, wire in CODECS.items():
             body = functools.partial(get(f"{codec}_compress"), inputs.denom, error, BLOCK_SIZE)

@@ -74,9 +74,15 @@ def check_error(op: str, x: Tensor, error: Tensor) -> None:
     check_no_grad(op, "error", error)
 
 
-def check_state(op: str, name: str, state: Tensor, device: torch.device) -> None:
-    """A flat float32 buffer on ``device``, which the op may update in place."""
-    check_tensor(op, name, state, torch.float32)
+def check_state(
+    op: str,
+    name: str,
+    state: Tensor,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """A flat buffer of ``dtype`` on ``device``, which the op may update in place."""
+    check_tensor(op, name, state, dtype)
     check_device(op, name, state, device)
     if state.layout != torch.strided or not state.is_contiguous():
         raise ValueError(f"{op}: {name} must be contiguous; make it by flat_buffer(numel)")

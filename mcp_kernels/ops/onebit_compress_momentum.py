@@ -4,7 +4,12 @@ After the first compressed step of 1-bit Adam the momentum is what was sent: a s
 a scale a block. It is kept as those codes, so this step reads 1 bit an element where a float32
 momentum takes 4 bytes, twice.
 
-Source: Tang et al., "1-bit Adam" (ICML 2021, arXiv 2102.02888), section 4.
+Given a frozen preconditioner, the momentum is of preconditioned gradients: a sign moves every
+element of a block by as much, so elements had better be of one size when they are coded.
+
+Source: Tang et al., "1-bit Adam" (ICML 2021, arXiv 2102.02888), section 4; coding what Adam applies
+instead of what it averages: Chen et al., "Quantized Adam with Error Feedback" (2021, arXiv
+2004.14180).
 
 Letters: P = padded elements of the buffer, B = its blocks = P / block_size. Tensors lie in it as
 ``BlockLayout`` has them.
@@ -48,11 +53,13 @@ def onebit_compress_momentum(
     beta1: float,
     grad_scale: float = 1.0,
     block_size: int = 1024,
+    preconditioner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Update the momentum with ``grads``, add the error, and pack the sign of the sum.
 
-    ``c = (beta1 * m + (1 - beta1) * g) + error`` with ``g = grad * grad_scale`` and ``m`` what the
-    codes say; each product and each sum is rounded to float32, and ``1 - beta1`` is rounded once.
+    ``c = (beta1 * m + (1 - beta1) * g) + error`` with ``g = grad * grad_scale``, times the
+    preconditioner where there is one, and ``m`` what the codes say; each product and each sum is
+    rounded to float32, and ``1 - beta1`` is rounded once.
     Then as ``onebit_compress``: bits of c, the block's root mean square, the rest as new error.
 
     Args:
@@ -65,6 +72,7 @@ def onebit_compress_momentum(
         beta1: decay of the momentum.
         grad_scale: factor of the gradients: clipping, loss scale, accumulation.
         block_size: elements that share a scale, a positive multiple of 8.
+        preconditioner: ``[P]`` bfloat16, contiguous: factors of the gradients' elements.
 
     Returns:
         bits: ``[P / 8]`` uint8, 0 in padding.
@@ -76,13 +84,20 @@ def onebit_compress_momentum(
         ValueError: an argument breaks another rule above.
 
     Cost: one pass over memory for blocks up to 4096 elements: 8.125 bytes read and 4.125 written
-        an element of float32 gradient.
+        an element of float32 gradient, and 2 read of a preconditioner.
     """
     check_block_size(OP, block_size)
     padded_numel = check_flat_codes(OP, bits, scales, block_size)
     check_state(OP, "error", error, bits.device)
     if error.numel() != padded_numel:
         raise ValueError(f"{OP}: error must have {padded_numel} elements, got {error.numel()}")
+    if preconditioner is not None:
+        check_state(OP, "preconditioner", preconditioner, bits.device, torch.bfloat16)
+        if preconditioner.numel() != padded_numel:
+            raise ValueError(
+                f"{OP}: preconditioner must have {padded_numel} elements, got "
+                f"{preconditioner.numel()}"
+            )
     grads = list(grads)
     for grad in grads:
         check_floats(OP, grad, "grads")
@@ -90,7 +105,7 @@ def onebit_compress_momentum(
     check_fits(OP, "grads", grads, scales.numel(), block_size)
     return torch.ops.mcp_kernels.onebit_compress_momentum(
         [grad.detach() for grad in grads],
-        *(bits, scales, error, float(beta1), float(grad_scale), block_size),
+        *(bits, scales, error, float(beta1), float(grad_scale), block_size, preconditioner),
     )
 
 
@@ -102,6 +117,7 @@ def onebit_compress_momentum_ref(
     beta1: float,
     grad_scale: float,
     block_size: int,
+    preconditioner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition; every other body is held to its bits."""
     num_blocks = scales.numel()
@@ -117,7 +133,10 @@ def onebit_compress_momentum_ref(
         flat[at : at + grad.numel()] = grad.reshape(-1).float()
     positive = unpack_bits(bits, error.numel()).view(num_blocks, block_size)
     momentum = signed_scale(positive, scales)
-    update = momentum * beta1 + (flat * grad_scale).view_as(momentum) * (1 - beta1)
+    flat *= grad_scale
+    if preconditioner is not None:
+        flat *= preconditioner.view(-1).float()
+    update = momentum * beta1 + flat.view_as(momentum) * (1 - beta1)
     carried = torch.where(valid, update + error.view_as(momentum), 0.0)
 
     new_scales = block_rms(carried, counts)
@@ -134,13 +153,15 @@ def _fake(
     beta1: float,
     grad_scale: float,
     block_size: int,
+    preconditioner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return bits.new_empty(bits.numel()), scales.new_empty(scales.numel())
 
 
 define_op(
     "onebit_compress_momentum(Tensor[] grads, Tensor bits, Tensor scales, Tensor(a!) error, "
-    "float beta1, float grad_scale, SymInt block_size) -> (Tensor bits, Tensor scales)",
+    "float beta1, float grad_scale, SymInt block_size, Tensor? preconditioner=None) "
+    "-> (Tensor bits, Tensor scales)",
     reference=onebit_compress_momentum_ref,
     fake=_fake,
 )
