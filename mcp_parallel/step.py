@@ -15,10 +15,10 @@ from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.execute import build_executor
+from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import build_stages
 from mcp_parallel.parallel.shards import publish
-from mcp_parallel.parallel.tensor import build_token_loss
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class TrainingStep:
         self.gradients, self.optimizer = build_optimizer(
             config.train, self.stages, self.shards, model_mesh, zero=mesh.layout.zero
         )
+        self._stage_loss = build_stage_loss(self.stages, config, model_mesh)
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)
         self._tokens = _TokenCount(mesh)
-        self._token_loss = build_token_loss(config.model.vocab_size, mesh)
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
@@ -95,13 +95,13 @@ class TrainingStep:
             return result
         return replace(result, wire_bytes=sent[0], uncompressed_bytes=sent[1])
 
-    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """A micro-batch's share of the mean over the global batch's valid tokens.
 
         Dividing before backward by the global count is what makes gradients plain sums in every
         layout, unequal padding included.
         """
-        return self._token_loss(logits, targets) / self._tokens.total()
+        return self._stage_loss(output, targets, 1 / self._tokens.total())
 
     def _totals(self, loss: Tensor, stop: bool) -> tuple[StepResult, bool]:
         """Squared norm, loss, stop flag and votes of all ranks, in one message.

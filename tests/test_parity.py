@@ -50,9 +50,9 @@ def first_rank_only(shards):
 def counted_everywhere(shards):
     return square_sum([dataclasses.replace(s, counted_here=True) for s in shards])
 
-def mean_of_means(self, logits, targets):
+def mean_of_means(self, output, targets):
     parts = self.config.train.global_batch_size // self.config.train.micro_batch_size
-    return self._token_loss(logits, targets) / (targets != IGNORED).sum() / parts
+    return self._stage_loss(output, targets, 1 / int((targets != IGNORED).sum()) / parts)
 
 class NoSum(gradients.GradientBuckets):
     def _launch(self):

@@ -86,6 +86,8 @@ class LlamaStage(StageModel):
     that has the head alone holds an ``embed`` that it does not call.
     """
 
+    can_leave_head = True
+
     def __init__(
         self, config: ModelConfig, layers: range, *, has_embedding: bool, has_head: bool
     ) -> None:
@@ -105,7 +107,7 @@ class LlamaStage(StageModel):
 
     def forward(self, x: Tensor) -> Tensor:
         """Tokens ``[B, S]`` (first stage) or activations ``[B, S', D]`` in; logits
-        ``[B, S, V]`` (last stage) or activations out.
+        ``[B, S, V]`` (last stage) or activations out, normalised where ``leaves_head``.
         """  # noqa: D205
         if self.has_embedding:
             assert self.embed is not None
@@ -113,4 +115,5 @@ class LlamaStage(StageModel):
         x = self.run_blocks(x)
         if self.norm is None or self.head is None:
             return x
-        return self.head(self.norm(x))
+        x = self.norm(x)
+        return x if self.leaves_head else self.head(x)

@@ -46,6 +46,10 @@ class StageModel(nn.Module):
     ``embed`` of its own, which it does not call."""
     blocks: nn.ModuleDict
     """By global number, as text."""
+    can_leave_head: bool = False
+    """Logits are one bias-free linear layer ``head`` of what ``forward`` gives without it."""
+    leaves_head: bool = False
+    """``forward`` ends before the head, which the loss then applies without making logits."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """All blocks in order; ``[B, S', D] -> [B, S', D]``."""

@@ -57,9 +57,9 @@ class Pipeline:
         self._clock = clock = Clock(mesh.device)
         self.plan = plan_of(config, mesh.layout)
 
-        def timed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        def timed_loss(output: Tensor, targets: Tensor) -> Tensor:
             with clock.working():
-                return loss(logits, targets)
+                return loss(output, targets)
 
         # The loss is already divided by the global number of tokens: nothing is left to scale.
         self.schedule = _PipelineScheduleRuntime(
@@ -145,7 +145,7 @@ def _torch_stage(
         layout.num_stages,
         mesh.device,
         input_args=(inputs if stage.is_first else hidden,),
-        output_args=(logits if stage.is_last else hidden,),
+        output_args=(logits if stage.is_last and not stage.model.leaves_head else hidden,),
         group=mesh.group("pp"),
     )
     made.clock, made.gradients = clock, gradients
