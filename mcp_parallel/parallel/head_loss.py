@@ -66,7 +66,7 @@ def build_stage_loss(stages: Sequence[Stage], config: Config, mesh: Mesh) -> Sta
 
     def stage_loss(x: Tensor, targets: Tensor, scale: float) -> Tensor:
         if group is not None and mesh.layout.sequence_parallel:
-            x = all_gather(x, group=group, gather_dim=1)
+            x = all_gather(x, group=group, gather_dim=1, gather_size=targets.shape[1])
         elif group is not None:
             x = copy_to_group(x, group=group)
         assert isinstance(model.head, torch.nn.Linear)

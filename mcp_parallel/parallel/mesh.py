@@ -6,6 +6,7 @@ over both and ZeRO shards over both. The ranks that share a sequence are a group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -35,8 +36,8 @@ class Mesh:
     device: torch.device
     device_mesh: DeviceMesh | None
     world: dist.ProcessGroup | None
-    data_mesh: DeviceMesh | None = None
-    """This rank's line along ``DATA``."""
+    data_group: dist.ProcessGroup | None = None
+    """The group along ``DATA``, of one rank too; None in a layout of one rank."""
     cp_group: dist.ProcessGroup | None = None
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
@@ -50,11 +51,6 @@ class Mesh:
         if axis == "cp":
             return self.cp_group
         return self.data_group if axis == DATA else self.device_mesh.get_group(axis)
-
-    @property
-    def data_group(self) -> dist.ProcessGroup | None:
-        """The group along ``DATA``, of one rank too; None in a layout of one rank."""
-        return None if self.data_mesh is None else self.data_mesh.get_group()
 
     @property
     def zero_axes(self) -> str | tuple[str, ...]:
@@ -98,25 +94,38 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
         mesh_dim_names=tuple(sizes),
         _init_backend=True,
     )
-    # Collective over the default group, both.
-    data_mesh = device_mesh[HYBRID_AXES]._flatten(DATA) if layout.is_hybrid else device_mesh[DATA]
+    # Collective over the default group, ranks beyond the layout included, both.
     cp_group = _build_cp_group(layout, rank)
+    data_group = _build_data_group(layout, rank) if layout.is_hybrid else None
     if rank >= size:
         return None
     place = layout.coordinate(rank)
-    return Mesh(layout, place, device, device_mesh, world, data_mesh, cp_group)
+    data_group = data_group or device_mesh.get_group(DATA)
+    return Mesh(layout, place, device, device_mesh, world, data_group, cp_group)
 
 
 def _build_cp_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
     """The ranks that share a sequence with ``rank``, in the order of their parts of it."""
     if layout.cp == 1:
         return None
+    starts = [r for r in range(layout.world_size) if layout.coordinate(r).cp == 0]
+    return _own_line(starts, layout.cp, layout.tp, rank)
+
+
+def _build_data_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
+    """The ranks that hold the parameters of ``rank``; both axes of HSDP as one."""
+    places = [layout.coordinate(r) for r in range(layout.world_size)]
+    starts = [r for r, place in enumerate(places) if layout.data_index(place) == 0]
+    return _own_line(starts, layout.dp_cp, layout.tp, rank)
+
+
+def _own_line(starts: Sequence[int], size: int, step: int, rank: int) -> dist.ProcessGroup | None:
+    """Of the groups of ``size`` ranks, ``step`` apart, from each of ``starts`` on: ``rank``'s."""
     mine: dist.ProcessGroup | None = None
-    for start in range(layout.world_size):
-        if layout.coordinate(start).cp == 0:
-            line = [start + index * layout.tp for index in range(layout.cp)]
-            group = dist.new_group(line)
-            mine = cast("dist.ProcessGroup", group) if rank in line else mine
+    for start in starts:
+        line = [start + index * step for index in range(size)]
+        group = dist.new_group(line)
+        mine = cast("dist.ProcessGroup", group) if rank in line else mine
     return mine
 
 
