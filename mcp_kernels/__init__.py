@@ -25,9 +25,9 @@ from mcp_kernels.ops.attention_varlen_functions import (
 )
 from mcp_kernels.ops.collectives import all_gather, all_reduce, copy_to_group, reduce_scatter
 from mcp_kernels.ops.compressed_all_reduce import compressed_all_reduce
-from mcp_kernels.ops.fp8_compress import fp8_compress, fp8_decompress, fp8_reduce
-from mcp_kernels.ops.int4_compress import int4_compress, int4_decompress, int4_reduce
-from mcp_kernels.ops.int8_compress import int8_compress, int8_decompress, int8_reduce
+from mcp_kernels.ops.fp8_compress import fp8_compress, fp8_decompress, fp8_quantize, fp8_reduce
+from mcp_kernels.ops.int4_compress import int4_compress, int4_decompress, int4_quantize, int4_reduce
+from mcp_kernels.ops.int8_compress import int8_compress, int8_decompress, int8_quantize, int8_reduce
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from mcp_kernels.ops.merge_attention import merge_attention
@@ -58,12 +58,15 @@ __all__ = [
     "flash_attn_with_kvcache",
     "fp8_compress",
     "fp8_decompress",
+    "fp8_quantize",
     "fp8_reduce",
     "int4_compress",
     "int4_decompress",
+    "int4_quantize",
     "int4_reduce",
     "int8_compress",
     "int8_decompress",
+    "int8_quantize",
     "int8_reduce",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

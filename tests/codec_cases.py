@@ -175,6 +175,26 @@ class CodecTests:
             case.scales[-1, 0] = bad
         on_every_path(case.run)
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("bad", [None, float("nan"), float("-inf")])
+    def test_quantize_is_compress_without_an_error(self, dtype, bad):
+        for numel in (0, *SIZES):
+            x = make_hostile(numel, seed=numel).to(dtype)
+            if bad is not None and numel:
+                x[numel // 2] = bad
+            for block_size in BLOCK_SIZES:
+                got = on_every_path(lambda: self.codec.op("quantize")(x, block_size))  # noqa: B023
+                want = compress(self.codec, x, torch.zeros(numel), block_size)
+                for one, other in zip(got, want[:2], strict=True):
+                    assert_same_bits(one, other)
+        strided = make_gradient(6000, dtype=dtype).view(60, 100).t()
+        for one, other in zip(
+            self.codec.op("quantize")(strided, 64),
+            self.codec.op("quantize")(strided.contiguous(), 64),
+            strict=True,
+        ):
+            assert_same_bits(one, other)
+
     @pytest.mark.parametrize("numel", SIZES)
     def test_decompress_is_the_table_times_the_scale(self, numel):
         for block_size in BLOCK_SIZES:
@@ -257,6 +277,7 @@ class CodecTests:
             for what, args in {
                 "compress": (x, error, 64),
                 "decompress": (codes, scales, numel, 64),
+                "quantize": (x, 64),
                 "reduce": (case.codes, case.scales, case.error, None, 64),
             }.items():
                 torch.library.opcheck(getattr(ops, f"{self.codec.name}_{what}").default, args)
@@ -264,8 +285,8 @@ class CodecTests:
     def test_refuses_in_words(self):
         x, name = torch.zeros(16), self.codec.name
         codes, scales, _ = compress(self.codec, x, torch.zeros(16), 8)
-        compress_op, decompress_op, reduce_op = (
-            self.codec.op(what) for what in ("compress", "decompress", "reduce")
+        compress_op, decompress_op, quantize_op, reduce_op = (
+            self.codec.op(what) for what in ("compress", "decompress", "quantize", "reduce")
         )
         refused = [
             (compress_op, (x, x, 12), ValueError, "block_size must be a positive multiple of 8"),
@@ -274,6 +295,8 @@ class CodecTests:
             (decompress_op, (codes, scales, 99, 8), ValueError, "codes must be"),
             (decompress_op, (codes, scales[:1], 16, 8), ValueError, "scales must be 2 values"),
             (decompress_op, (codes.int(), scales, 16, 8), TypeError, "codes must be torch.uint8"),
+            (quantize_op, (x, 12), ValueError, "block_size must be a positive multiple of 8"),
+            (quantize_op, (x.double(), 8), TypeError, "x must be float32, bfloat16 or float16"),
             (reduce_op, (codes, scales, x, None, 8), ValueError, "codes must be [W,"),
             (reduce_op, (codes[None], scales, x, None, 8), ValueError, "scales must be [1, 2]"),
             (reduce_op, (codes[None], scales[None], x[:9], None, 8), ValueError, "codes must be ["),

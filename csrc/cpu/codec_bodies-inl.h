@@ -39,6 +39,11 @@ void scaled_compress(ScaledCodec codec, const ScaledCompressArgs& args, int64_t 
   MCP_FOR_CODEC(codec, scaled_compress_any, args, first, last, carried)
 }
 
+void scaled_quantize(ScaledCodec codec, const ScaledQuantizeArgs& args, int64_t first, int64_t last,
+                     float* carried) {
+  MCP_FOR_CODEC(codec, scaled_quantize_any, args, first, last, carried)
+}
+
 void scaled_decompress(ScaledCodec codec, const ScaledDecompressArgs& args, int64_t first,
                        int64_t last) {
   MCP_FOR_CODEC(codec, scaled_decompress_blocks, args, first, last)

@@ -83,25 +83,27 @@ inline float scale_of(uint32_t highest_bits) {
   return scale * Codec::kLargest <= kMaxFloat ? scale : kNan;
 }
 
-// Second sweep: codes of what was carried, and the new error; padding has code 0.
-template <class Codec>
+// Second sweep: codes of what was carried, and the new error where one is kept; padding has code 0.
+template <class Codec, bool kKeepsError = true>
 void code_block(const float* carried, float* error, uint8_t* codes, float scale, int64_t count,
                 int64_t elements, int64_t ahead) {
   const int64_t all = (elements + Codec::kPerByte - 1) / Codec::kPerByte;
   if (!(scale > 0)) {
     std::memset(codes, 0, all);
-    if (scale == 0) std::memcpy(error, carried, count * sizeof(float));
+    if (kKeepsError && scale == 0) std::memcpy(error, carried, count * sizeof(float));
     return;
   }
   const int64_t used = (count + Codec::kPerByte - 1) / Codec::kPerByte;
   std::memset(codes + used, 0, all - used);
   const Row scales = broadcast(scale);
   for_rows(count, [&](int64_t i, auto n) {
-    prefetch_row(error + i + ahead);
+    if constexpr (kKeepsError) prefetch_row(error + i + ahead);
     const Row c = load(carried + i);
     const ByteRow row = Codec::encode(clamp(divide(c, scales), Codec::kLargest));
     store_codes_up_to<Codec>(codes + i / Codec::kPerByte, row, n);
-    store_up_to(error + i, subtract(c, multiply(Codec::decode(row), scales)), n);
+    if constexpr (kKeepsError) {
+      store_up_to(error + i, subtract(c, multiply(Codec::decode(row), scales)), n);
+    }
   });
 }
 
@@ -125,6 +127,27 @@ void scaled_compress_blocks(const ScaledCompressArgs& args, int64_t first, int64
     args.scales[block] = scale;
     code_block<Codec>(carried, error, args.codes + start / Codec::kPerByte, scale, count, count,
                       ahead);
+  }
+}
+
+template <class Codec, class T>
+void scaled_quantize_blocks(const ScaledQuantizeArgs& args, int64_t first, int64_t last,
+                            float* carried) {
+  for (int64_t block = first; block < last; ++block) {
+    const int64_t start = block * args.block_size;
+    const int64_t count = std::min(args.block_size, args.numel - start);
+    const T* x = static_cast<const T*>(args.x) + start;
+    const Row zero = broadcast(0);  // as an error of zeros: -0 becomes +0, whose fp8 code differs
+    Peak peak;
+    for_rows(count, [&](int64_t i, auto n) {
+      const Row c = add(load_up_to(x + i, n), zero);
+      raise(peak, c);
+      store(carried + i, c);
+    });
+    const float scale = scale_of<Codec>(highest(peak));
+    args.scales[block] = scale;
+    uint8_t* codes = args.codes + start / Codec::kPerByte;
+    code_block<Codec, false>(carried, nullptr, codes, scale, count, count, 0);
   }
 }
 
@@ -197,6 +220,19 @@ void scaled_compress_any(const ScaledCompressArgs& args, int64_t first, int64_t 
       return scaled_compress_blocks<Codec, BFloat16>(args, first, last, carried);
     case FloatType::kFloat16:
       return scaled_compress_blocks<Codec, Float16>(args, first, last, carried);
+  }
+}
+
+template <class Codec>
+void scaled_quantize_any(const ScaledQuantizeArgs& args, int64_t first, int64_t last,
+                         float* carried) {
+  switch (args.x_type) {
+    case FloatType::kFloat32:
+      return scaled_quantize_blocks<Codec, float>(args, first, last, carried);
+    case FloatType::kBFloat16:
+      return scaled_quantize_blocks<Codec, BFloat16>(args, first, last, carried);
+    case FloatType::kFloat16:
+      return scaled_quantize_blocks<Codec, Float16>(args, first, last, carried);
   }
 }
 

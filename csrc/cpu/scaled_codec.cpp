@@ -49,6 +49,32 @@ std::tuple<Tensor, Tensor> compress(Tensor x, Tensor error, int64_t block_size) 
 }
 
 template <ScaledCodec kCodec>
+std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t block_size) {
+  constexpr const char* kOp = names_of(kCodec).quantize;
+  const FloatType x_type = float_type(kOp, x);
+  const int64_t numel = x.numel();
+  check_block_size(kOp, block_size);
+
+  const Tensor flat = torch::stable::contiguous(x);
+  const int64_t num_blocks = ceil_div(numel, block_size);
+  Tensor codes =
+      torch::stable::new_empty(x, {ceil_div(numel * bits_each(kCodec), 8)}, ScalarType::Byte);
+  Tensor scales = torch::stable::new_empty(x, {num_blocks}, ScalarType::Float);
+  const ScaledQuantizeArgs args{flat.const_data_ptr(),
+                                x_type,
+                                static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                                static_cast<float*>(scales.mutable_data_ptr()),
+                                numel,
+                                block_size};
+  const auto body = MCP_PICK(scaled_quantize);
+  for_blocks_with_scratch(num_blocks, block_size, numel,
+                          [&](int64_t first, int64_t last, float* carried) {
+                            body(kCodec, args, first, last, carried);
+                          });
+  return {codes, scales};
+}
+
+template <ScaledCodec kCodec>
 Tensor decompress(Tensor codes, Tensor scales, int64_t numel, int64_t block_size) {
   constexpr const char* kOp = names_of(kCodec).decompress;
   STD_TORCH_CHECK(numel >= 0, kOp, ": numel must be >= 0, got ", numel);
@@ -95,11 +121,14 @@ STABLE_TORCH_LIBRARY_IMPL(mcp_kernels, CPU, m) {
   using mcp::ScaledCodec;
   m.impl("int8_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kInt8>));
   m.impl("int8_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kInt8>));
+  m.impl("int8_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kInt8>));
   m.impl("int8_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kInt8>));
   m.impl("int4_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kInt4>));
   m.impl("int4_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kInt4>));
+  m.impl("int4_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kInt4>));
   m.impl("int4_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kInt4>));
   m.impl("fp8_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kFp8>));
   m.impl("fp8_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kFp8>));
+  m.impl("fp8_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kFp8>));
   m.impl("fp8_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kFp8>));
 }

@@ -25,18 +25,33 @@ struct Names {
   const char* compress;
   const char* decompress;
   const char* reduce;
+  const char* quantize;
 };
 
 constexpr Names names_of(ScaledCodec codec) {
-  if (codec == ScaledCodec::kInt8) return {"int8_compress", "int8_decompress", "int8_reduce"};
-  if (codec == ScaledCodec::kInt4) return {"int4_compress", "int4_decompress", "int4_reduce"};
-  return {"fp8_compress", "fp8_decompress", "fp8_reduce"};
+  if (codec == ScaledCodec::kInt8) {
+    return {"int8_compress", "int8_decompress", "int8_reduce", "int8_quantize"};
+  }
+  if (codec == ScaledCodec::kInt4) {
+    return {"int4_compress", "int4_decompress", "int4_reduce", "int4_quantize"};
+  }
+  return {"fp8_compress", "fp8_decompress", "fp8_reduce", "fp8_quantize"};
 }
 
 struct ScaledCompressArgs {
   const void* x;       // [numel] of x_type
   FloatType x_type;    //
   float* error;        // [numel], updated in place; may be x itself
+  uint8_t* codes;      // [ceil(numel * bits / 8)]
+  float* scales;       // [num_blocks]
+  int64_t numel;       //
+  int64_t block_size;  // a positive multiple of 8
+};
+
+// Compress without an error to add or to keep: 4 B read and the code written an element.
+struct ScaledQuantizeArgs {
+  const void* x;       // [numel] of x_type
+  FloatType x_type;    //
   uint8_t* codes;      // [ceil(numel * bits / 8)]
   float* scales;       // [num_blocks]
   int64_t numel;       //
@@ -67,6 +82,8 @@ struct ScaledReduceArgs {
 #define MCP_DECLARE_SCALED(isa)                                                                    \
   namespace isa {                                                                                  \
   void scaled_compress(ScaledCodec codec, const ScaledCompressArgs& args, int64_t first,           \
+                       int64_t last, float* carried);                                              \
+  void scaled_quantize(ScaledCodec codec, const ScaledQuantizeArgs& args, int64_t first,           \
                        int64_t last, float* carried);                                              \
   void scaled_decompress(ScaledCodec codec, const ScaledDecompressArgs& args, int64_t first,       \
                          int64_t last);                                                            \

@@ -72,6 +72,13 @@ class ScaledCodec:
         check_packed(*(op, ("codes", codes), scales, numel, block_size), bits_each=self.bits_each)
         return getattr(torch.ops.mcp_kernels, op)(codes, scales.detach(), numel, block_size)
 
+    def quantize(self, x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """The public ``<codec>_quantize`` after its docstring."""
+        op = f"{self.name}_quantize"
+        check_block_size(op, block_size)
+        check_floats(op, x)
+        return getattr(torch.ops.mcp_kernels, op)(x.detach(), block_size)
+
     def reduce(
         self,
         codes: Tensor,
@@ -101,6 +108,10 @@ class ScaledCodec:
         width = block_width(numel, block_size)
         carried = as_blocks(x.reshape(-1).float() + error.view(-1), width)  # [B, width]
         return self._code_blocks(carried, error, None)
+
+    def quantize_ref(self, x: Tensor, block_size: int = 1024) -> tuple[Tensor, Tensor]:
+        """The definition of ``<codec>_quantize``: ``compress`` without an error."""
+        return self.compress_ref(x, x.new_zeros(x.numel(), dtype=torch.float32), block_size)
 
     def decompress_ref(
         self, codes: Tensor, scales: Tensor, numel: int, block_size: int = 1024
@@ -154,7 +165,15 @@ class ScaledCodec:
             f"Tensor? counts, SymInt block_size) -> (Tensor codes, Tensor scales)"
         )
 
+        quantize = (
+            f"{self.name}_quantize(Tensor x, SymInt block_size=1024) "
+            f"-> (Tensor codes, Tensor scales)"
+        )
+
         def compress_fake(x: Tensor, error: Tensor, block_size: int = 1024) -> Any:
+            return self._empty(x, x.numel(), block_size)
+
+        def quantize_fake(x: Tensor, block_size: int = 1024) -> Any:
             return self._empty(x, x.numel(), block_size)
 
         def decompress_fake(
@@ -173,6 +192,7 @@ class ScaledCodec:
 
         return [
             (compress, {"reference": self.compress_ref, "fake": compress_fake}),
+            (quantize, {"reference": self.quantize_ref, "fake": quantize_fake}),
             (decompress, {"reference": self.decompress_ref, "fake": decompress_fake}),
             (reduce, {"reference": self.reduce_ref, "fake": reduce_fake}),
         ]

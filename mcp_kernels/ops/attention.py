@@ -25,6 +25,7 @@ from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
 from mcp_kernels.ops.attention_scores import AttentionInputs
 from mcp_kernels.ops.attention_vmap import vmap_backward, vmap_forward
+from mcp_kernels.saved import keep_exact
 
 _OPTIONS = (
     "float softmax_scale, int window_left, int window_right, bool top_left, float softcap,"
@@ -97,6 +98,7 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, bias, slopes, sink, rng, *options = inputs
     ctx.set_materialize_grads(False)
     ctx.options = options
+    keep_exact(output[1])
     ctx.save_for_backward(q, k, v, *output, bias, slopes, sink, rng)
 
 

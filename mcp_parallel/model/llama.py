@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
 from mcp_kernels import flash_attn_func
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.model.embedding import embed
 from mcp_parallel.model.norm import rms_norm
+from mcp_parallel.model.remat import recomputable
 from mcp_parallel.model.rotary import rotate
 from mcp_parallel.model.stage import Block, StageModel
+from mcp_parallel.model.swiglu import swiglu
 
 
 class Attention(nn.Module):
@@ -59,7 +60,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply the gated projection with this rank's columns."""
         gate, up = apply_linears(x, [self.w1, self.w3])  # [B, S, F]
-        return self.w2(silu(gate) * up)
+        return self.w2(recomputable(swiglu, gate, up))
 
 
 class RMSNorm(nn.Module):

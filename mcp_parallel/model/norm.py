@@ -23,6 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mcp_kernels.saved import keep_exact
+
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
@@ -30,6 +32,7 @@ class _RMSNorm(torch.autograd.Function):
         dtype = x.dtype if x.itemsize >= 4 else torch.float32
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)  # [..., 1]
         scale = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        keep_exact(scale)
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight).to(x.dtype)
 

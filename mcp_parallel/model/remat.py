@@ -1,56 +1,87 @@
-"""Activation checkpointing of one block: what is kept in forward, what is computed again."""
+"""What a block keeps for the backward pass, and what it computes again.
+
+    none       all that autograd saves
+    selective  all but what is cheap to make from the rest: norms and SwiGLU
+    full       the block's input alone; the block runs again before its backward
+
+Independent of that, what is kept may be kept in fewer bits (``packing.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal
+import threading
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from mcp_parallel.model.packing import Compression, Packer, remember_recipe
 
 Policy = Literal["none", "selective", "full"]
 
-# Selective keeps the results that are dear to make again: attention, and every matmul, with its
-# communication where it has one. Norms, rotations and SwiGLU are cheap and computed again.
-_KEPT = {
-    "mcp_kernels::flash_attn",
-    "mcp_kernels::all_gather_matmul",
-    "mcp_kernels::matmul_all_reduce",
-    "mcp_kernels::matmul_reduce_scatter",
-    "aten::mm",
-    "aten::addmm",
-    "aten::linear",
-}
+
+class _Forward(threading.local):
+    """What the forward pass of this thread is in."""
+
+    is_selective = False
 
 
-def _keep(_context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    kept = getattr(op, "_schema", None) is not None and op._schema.name in _KEPT
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+_forward = _Forward()
+
+
+def recomputable(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """``function(*inputs)``, which selective checkpointing drops and makes again from ``inputs``.
+
+    For what takes few operations an element and no communication. ``function`` must give the same
+    bits each time, as one contiguous tensor that nothing writes to later.
+    """
+    out = function(*inputs)
+    if _forward.is_selective:
+        remember_recipe(out, function, inputs)
+    return out
 
 
 class Remat:
-    """Runs a function under an activation-checkpointing policy; "none" runs it as it is."""
+    """Runs a block's forward under an activation-checkpointing policy and a compression.
 
-    def __init__(self, policy: Policy = "none") -> None:
+    Where both are "none" it is the plain call. The forward's result never depends on either.
+    """
+
+    def __init__(self, policy: Policy = "none", compression: Compression = "none") -> None:
         self.policy: Policy = policy
+        self.compression: Compression = compression
 
-    def __call__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """``function(x)``, with fewer activations kept for backward."""
-        if self.policy == "none" or not torch.is_grad_enabled():
+    def __call__(
+        self,
+        function: Callable[[Tensor], Tensor],
+        x: Tensor,
+        parameters: Iterable[nn.Parameter] = (),
+    ) -> Tensor:
+        """``function(x)``, with less kept for backward.
+
+        Args:
+            function: the block.
+            x: its input.
+            parameters: those of the block: what outlives the step anyway is never packed.
+        """
+        is_plain = self.policy == "none" and self.compression == "none"
+        if is_plain or not torch.is_grad_enabled():
             return function(x)
+        if self.policy == "full" and self.compression == "none":
+            return self._recomputed(function, x)
+        packer = Packer(self.compression, parameters)
+        with saved_tensors_hooks(packer.pack, packer.unpack):
+            if self.policy == "full":
+                return self._recomputed(function, x)
+            _forward.is_selective = self.policy == "selective"
+            try:
+                return function(x)
+            finally:
+                _forward.is_selective = False
+
+    def _recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         # No dropout anywhere in the model, so no random state needs to be carried.
-        if self.policy == "full":
-            return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
-        return checkpoint(
-            function,
-            x,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=partial(create_selective_checkpoint_contexts, _keep),
-        )
+        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)

@@ -62,12 +62,12 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
+        ctx.tables = cos, sin  # they live in the cache: nothing for autograd to keep
         return _turn(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
+        cos, sin = ctx.tables
         return _turn(grads[0], cos, sin, -1.0), None, None
 
 

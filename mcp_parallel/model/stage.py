@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from mcp_parallel.model.remat import Remat
+from mcp_parallel.model.remat import Remat, recomputable
 
 
 class Block(nn.Module):
@@ -26,11 +26,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S', D] -> [B, S', D]``."""
-        return self.remat(self._forward, x)
+        return self.remat(self._forward, x, self.parameters())
 
     def _forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.attn_norm(x))
-        return x + self.ffn(self.ffn_norm(x))
+        x = x + self.attn(recomputable(self.attn_norm, x))
+        return x + self.ffn(recomputable(self.ffn_norm, x))
 
 
 class StageModel(nn.Module):

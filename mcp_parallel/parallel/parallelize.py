@@ -2,7 +2,7 @@
 
 1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
 2. tensor: each layer becomes this rank's part of it, still without memory;
-3. activation checkpointing policy on each block;
+3. what each block keeps for backward: checkpointing and compression;
 4. values: block by block, so that no more than one block is ever whole on a rank; in 16 bits
    without ``fully_shard`` each parameter becomes a rounded copy of them (``precision.py``);
 5. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
@@ -68,6 +68,7 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing
+            block.remat.compression = config.memory.activation_compression
         masters = _give_values_and_shard(model, config, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
         shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))

@@ -120,22 +120,11 @@ def split_backward_problems(config: Config) -> Iterator[Problem]:
     """What does not go with schedules that split the backward.
 
     A weight gradient on its own needs the parameters that its forward used, which ZeRO-3 has freed
-    in between, and goes a second time over what selective checkpointing gives out once.
+    in between.
     """
     parallel = config.parallel
     if parallel.pp == 1 or parallel.schedule not in SPLIT:
         return
-    if config.memory.activation_checkpointing == "selective":
-        yield Problem(
-            "selective checkpointing of a split backward",
-            "memory.activation_checkpointing",
-            f"be full or none with schedule {parallel.schedule} (its backward comes in two passes)",
-            "selective",
-            (
-                *ways("memory.activation_checkpointing", ("full", "none")),
-                _whole_backward(config),
-            ),
-        )
     if parallel.zero == 3 and parallel.dp > 1:
         yield Problem(
             "zero over a split backward",

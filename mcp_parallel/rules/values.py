@@ -67,7 +67,6 @@ _HERE: dict[str, tuple[Any, ...]] = {
     "parallel.cp": (1,),
     "train.precision": ("fp32", "fp64"),
     "train.fp32_embedding_steps": (0,),
-    "memory.activation_compression": ("none",),
     "memory.offload": (False,),
     "checkpoint.replicas": (1,),
     "checkpoint.async": (False,),
