@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mcp_parallel import config_schema, config_text
+from mcp_parallel.config_amp import (
+    DEFAULT_PRECISION,
+    AmpConfig,
+    Precision,
+    forget_precision,
+    with_amp,
+)
 from mcp_parallel.errors import ConfigError, joined, shown
 from mcp_parallel.presets import PRESETS
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +53,10 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
     """Added to the mean square in RMSNorm."""
+    residual_init_scale: float | None = None
+    """Factor of the initial standard deviation, 0.02, of the projections onto the residual stream
+    (wo and w2); null is 1 / sqrt(2 num_layers), which keeps its variance from growing with depth.
+    0 starts every block as the identity."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,10 +114,16 @@ class TrainConfig:
     freeze_step: int | None = None
     """Steps before onebit_adam compresses, above train.steps for never; null watches the variance.
     null with adamw."""
-    precision: Precision = "fp32"
-    """Number format of parameters and activations."""
+    precision: Precision = DEFAULT_PRECISION
+    """Number format of activations and of the weights that they meet. With bf16 and fp16 the master
+    weights, the optimizer's state, sums of gradients, norms, softmax and loss stay fp32; fp16
+    scales the loss (amp.grad_scaler). Set by amp when amp.enabled."""
     fp32_embedding_steps: int = 0
-    """First steps in which the embedding stays fp32 under a lower precision."""
+    """First steps in which the embedding, and a head tied to it, are computed in fp32 under bf16 or
+    fp16; no effect with fp32 and fp64."""
+    fp32_embedding_switch_steps: int = 0
+    """Steps after those in which both are computed, with a weight for fp32 that falls linearly from
+    1 to 0; 0 switches at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +190,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    amp: AmpConfig = field(default_factory=AmpConfig)
     data: DataConfig = field(default_factory=DataConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -221,16 +238,13 @@ class Config:
                 key: value for key, value in values["model"].items() if old.get(key) != value
             }
         _forget_derived(values["train"], changes.get("train", {}))
-        for table, keys in changes.items():
-            values[table] = {**values[table], **keys}
-        return _build(values, problems)
+        if {"enabled", "dtype"} & set(changes.get("amp", {})):
+            forget_precision(values)
+        return _build(config_schema.merged(values, changes), problems)
 
     def to_mapping(self) -> dict[str, dict[str, Any]]:
         """Plain values, table by table, that ``from_mapping`` turns back into this config."""
-        return {
-            name: dict(config_schema.table_items(table))
-            for name, table in config_schema.table_items(self)
-        }
+        return config_schema.plain(self)
 
     def to_yaml(self) -> str:
         """ASCII YAML text that ``from_file`` reads back into this config."""
@@ -239,11 +253,11 @@ class Config:
     def fingerprint(self) -> str:
         """SHA-256 of what makes a checkpoint another model: its shape, whatever the layout.
 
-        The preset's name and ``seq_len`` are left out: neither changes a parameter or the function
-        that the parameters compute.
+        The preset's name, ``seq_len`` and the scale of initial values are left out: none changes a
+        parameter's place or the function that the parameters compute.
         """
         identity = dict(config_schema.table_items(self.model))
-        del identity["preset"], identity["seq_len"]
+        del identity["preset"], identity["seq_len"], identity["residual_init_scale"]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -251,6 +265,7 @@ TABLES: Mapping[str, type] = {
     "model": ModelConfig,
     "parallel": ParallelConfig,
     "train": TrainConfig,
+    "amp": AmpConfig,
     "data": DataConfig,
     "memory": MemoryConfig,
     "checkpoint": CheckpointConfig,
@@ -270,17 +285,15 @@ def _build(values: Mapping[str, Any], problems: list[str]) -> Config:
         elif given is None:
             continue  # a table whose keys are all commented out
         elif not isinstance(given, Mapping):
-            example = next(iter(config_schema.field_types(TABLES[name])))
-            problems.append(
-                f"config: {name} must be a table, got {shown(given)}; "
-                f"write for example '{name}: {{{example}: value}}'"
-            )
+            problems.append(config_schema.not_a_table(name, TABLES[name], given))
         else:
             tables[name] = given
     if "model" in tables:
         tables["model"] = _with_preset(tables["model"], problems)
     if "train" in tables:
         tables["train"] = {**_derived(tables["train"]), **tables["train"]}
+    if "amp" in tables:
+        tables["train"] = with_amp(tables.get("train", {}), tables["amp"], problems)
     built: dict[str, Any] = {}
     for name, given in tables.items():
         built[name], found = config_schema.build(name, TABLES[name], given, TABLES)

@@ -9,7 +9,7 @@ import difflib
 import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,10 @@ _FOREIGN_NAMES = {
     "gradient_clipping": "train.clip_norm",
     "grad_clip": "train.clip_norm",
     "dtype": "train.precision",
+    "mixed_precision": "amp.dtype",
+    "loss_scale": "amp.grad_scaler.init_scale",
+    "initial_scale_power": "amp.grad_scaler.init_scale",
+    "loss_scale_window": "amp.grad_scaler.growth_interval",
     "n_layers": "model.num_layers",
     "n_heads": "model.num_heads",
     "dim": "model.hidden_size",
@@ -58,6 +62,11 @@ class FieldType(NamedTuple):
     choices: tuple[str, ...]
     optional: bool
 
+    @property
+    def is_table(self) -> bool:
+        """Whether the key is a table of its own."""
+        return is_dataclass(self.kind)
+
 
 @cache
 def field_types(table_class: type) -> dict[str, FieldType]:
@@ -74,6 +83,16 @@ def _field_type(hint: Any) -> FieldType:
     if get_origin(hint) is Literal:
         return FieldType(str, get_args(hint), optional)
     return FieldType(hint, (), optional)
+
+
+def all_tables(tables: Mapping[str, type]) -> dict[str, type]:
+    """``tables`` and the tables in them, by their names with dots."""
+    found: dict[str, type] = {}
+    for name, table in tables.items():
+        found[name] = table
+        inner = {key: kind.kind for key, kind in field_types(table).items() if kind.is_table}
+        found |= {f"{name}.{key}": kind for key, kind in all_tables(inner).items()}
+    return found
 
 
 _RULES = {
@@ -128,10 +147,11 @@ def nearest(word: str, known: Sequence[str]) -> str | None:
 
 def unknown_key(table: str, key: str, tables: Mapping[str, type]) -> str:
     """The problem of a key no table has, naming the nearest one that is known."""
-    every = [f"{name}.{known}" for name, kind in tables.items() for known in field_types(kind)]
+    every_table = all_tables(tables)
+    every = [f"{name}.{known}" for name, kind in every_table.items() for known in field_types(kind)]
     full = f"{table}.{key}" if table else key
-    same_key = [name for name in every if name.split(".")[1] == key]
-    own = list(field_types(tables[table])) if table in tables else []
+    same_key = [name for name in every if name.rpartition(".")[2] == key]
+    own = list(field_types(every_table[table])) if table in every_table else []
     near_own = nearest(key, own)
     near = (
         _FOREIGN_NAMES.get(key)
@@ -172,11 +192,34 @@ def build(
         if key not in known:
             problems.append(unknown_key(table, str(key), tables))
             continue
+        if known[key].is_table:
+            inner, found = _build_inner(f"{table}.{key}", value, known[key], tables)
+            converted[attributes[key]] = inner
+            problems += found
+            continue
         try:
             converted[attributes[key]] = _converted(f"{table}.{key}", value, known[key])
         except ValueError as problem:
             problems.append(str(problem))
     return (None if problems else table_class(**converted)), problems
+
+
+def _build_inner(
+    table: str, values: Any, kind: FieldType, tables: Mapping[str, type]
+) -> tuple[Any, list[str]]:
+    """``build`` of a table in a table; null is one whose keys are all commented out."""
+    if values is None or isinstance(values, Mapping):
+        return build(table, kind.kind, values or {}, tables)
+    return None, [not_a_table(table, kind.kind, values)]
+
+
+def not_a_table(table: str, table_class: type, value: Any) -> str:
+    """The problem of a single value where a table is wanted."""
+    example = next(iter(field_types(table_class)))
+    return (
+        f"config: {table} must be a table, got {shown(value)}; "
+        f"write for example '{table.rpartition('.')[2]}: {{{example}: value}}'"
+    )
 
 
 def parse_overrides(
@@ -189,9 +232,12 @@ def parse_overrides(
     """
     values: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
+    known = all_tables(tables)
     for override in overrides:
         name, equals, text = override.partition("=")
-        table, _, key = name.strip().partition(".")
+        table, _, key = name.strip().rpartition(".")
+        if not table or name.strip() in known:
+            table, key = name.strip().lstrip("."), ""
         if not equals:
             problems.append(
                 f"config: override must be table.key=value, got {shown(override)}; "
@@ -199,21 +245,35 @@ def parse_overrides(
             )
         elif (table, key, text.strip()) == ("parallel", "", "auto"):
             problems.append(NO_PLANNER)
-        elif table in tables and not key:
+        elif table in known and not key:
             problems.append(
                 f"config: override must name a key of {table}, got {shown(override)}; write for "
-                f"example {table}.{next(iter(field_types(tables[table])))}=value"
+                f"example {table}.{next(iter(field_types(known[table])))}=value"
             )
-        elif table not in tables or key not in field_types(tables[table]):
+        elif table not in known or key not in field_types(known[table]):
             problems.append(unknown_key(table if key else "", key or table, tables))
         else:
             try:
-                value = _override_value(text.strip(), field_types(tables[table])[key])
+                value = _override_value(text.strip(), field_types(known[table])[key])
             except ConfigError as error:
                 problems += [f"{problem} in {shown(override)}" for problem in error.problems]
                 continue
-            values.setdefault(table, {})[key] = value
+            target = values
+            for part in table.split("."):
+                target = target.setdefault(part, {})
+            target[key] = value
     return values, problems
+
+
+def merged(old: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``old`` with ``changes`` on top, tables key by key."""
+    result = dict(old)
+    for key, value in changes.items():
+        inner = old.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping):
+            value = merged(inner, value)
+        result[key] = value
+    return result
 
 
 def _override_value(text: str, kind: FieldType) -> Any:
@@ -226,6 +286,13 @@ def _override_value(text: str, kind: FieldType) -> Any:
         return plain_scalar(text)
     except ValueError:
         raise ConfigError(["config: the number is too long"]) from None
+
+
+def plain(table: Any) -> dict[str, Any]:
+    """A table as plain values, the tables in it too."""
+    return {
+        key: plain(value) if is_dataclass(value) else value for key, value in table_items(table)
+    }
 
 
 def table_items(table: Any) -> Iterator[tuple[str, Any]]:

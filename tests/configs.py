@@ -9,20 +9,26 @@ from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError
 
 
+def _at(mapping, tables):
+    for name in tables:
+        mapping = mapping[name]
+    return mapping
+
+
 def config_of(**changes):
     """``config_of(parallel__tp=2)``: the default config with some keys replaced."""
     mapping = Config().to_mapping()
     for name, value in changes.items():
-        table, key = name.split("__")
-        mapping[table][key] = value
+        *tables, key = name.split("__")
+        _at(mapping, tables)[key] = value
     return Config.from_mapping(mapping)
 
 
 def applied(config, way):
     mapping = config.to_mapping()
     for name, value in way.items():
-        table, key = name.split(".")
-        mapping[table][key] = value
+        *tables, key = name.split(".")
+        _at(mapping, tables)[key] = value
     return Config.from_mapping(mapping)
 
 

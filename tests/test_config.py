@@ -22,7 +22,7 @@ def test_nothing_given_is_the_defaults():
 
 def test_preset_fills_what_is_not_given():
     model = Config.from_mapping({"model": {"preset": "7b", "num_layers": 3}}).model
-    expected = {**PRESETS["7b"], "num_layers": 3, "preset": "7b"}
+    expected = {**PRESETS["7b"], "num_layers": 3, "preset": "7b", "residual_init_scale": None}
     assert dataclasses.asdict(model) == expected
 
 
@@ -95,6 +95,9 @@ WRONG_TYPES = [
     ("data", "path", {"a": 1}, "must be a string or null"),
     ("checkpoint", "resume", True, "must be a string, got true"),
     ("checkpoint", "async", 0, "checkpoint.async must be true or false, got 0"),
+    ("amp", "dtype", "float16", "must be bf16 or fp16, got 'float16'; use fp16"),
+    ("amp", "grad_scaler", True, "must be a table, got true; write for example 'grad_scaler: {"),
+    ("amp", "grad_scaler", {"init_scale": "big"}, ".init_scale must be a finite number, got 'big'"),
     ("data", "path", ["caf\u00e9"], r"got ['caf\xe9']"),
 ]
 
@@ -102,7 +105,7 @@ WRONG_TYPES = [
 @pytest.mark.parametrize("table, key, value, words", WRONG_TYPES)
 def test_wrong_types_are_refused_in_words(table, key, value, words):
     problem = problem_of(lambda: Config.from_mapping({table: {key: value}}))
-    assert problem.startswith(f"config: {table}.{key} must be ")
+    assert problem.startswith((f"config: {table}.{key} must be ", f"config: {table}.{key}."))
     assert words in problem
 
 
@@ -128,6 +131,12 @@ def test_integers_are_numbers():
         ({"checkpoint": {"async_": True}}, "checkpoint.async"),
         ({"lr": 3}, "train.lr"),
         ({"model": {"hidden": 3}}, "model.hidden_size"),
+        ({"amp": {"grad_scaler": {"init_scal": 1}}}, "amp.grad_scaler.init_scale"),
+        ({"amp": {"grad_scaler": {"growth_intervall": 1}}}, "amp.grad_scaler.growth_interval"),
+        ({"amp": {"grad_scalar": {}}}, "amp.grad_scaler"),
+        ({"amp": {"growth_interval": 1}}, "amp.grad_scaler.growth_interval"),
+        ({"grad_scaler": {}}, "amp.grad_scaler"),
+        ({"train": {"loss_scale": 1}}, "amp.grad_scaler.init_scale"),
     ],
 )
 def test_unknown_keys_name_the_nearest(values, near):

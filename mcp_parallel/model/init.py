@@ -36,12 +36,14 @@ def parameter_std(name: str, config: ModelConfig) -> float | None:
     """Standard deviation of a parameter's initial values; None for ones (norm weights).
 
     Names mean the same in every family. 0.02 as in GPT-2; projections onto the residual stream are
-    scaled by 1/sqrt(2 L) so that its variance does not grow with depth.
+    scaled by ``residual_init_scale``: by default 1/sqrt(2 L), so that its variance does not grow
+    with depth.
     """
     if name.endswith("norm.weight"):
         return None
     if name.endswith((".wo", ".w2")):
-        return 0.02 / math.sqrt(2 * config.num_layers)
+        scale = config.residual_init_scale
+        return 0.02 * scale if scale is not None else 0.02 / math.sqrt(2 * config.num_layers)
     return 0.02
 
 

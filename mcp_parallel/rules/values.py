@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import MISSING, fields
+from functools import reduce
 from typing import Any, NamedTuple
 
 from mcp_parallel.config import TABLES, Config
+from mcp_parallel.config_schema import all_tables
 from mcp_parallel.errors import joined, shown
 from mcp_parallel.presets import PRESETS
 from mcp_parallel.rules.problem import Problem
@@ -37,6 +39,7 @@ BOUNDS: dict[str, Bound] = {
     "model.seq_len": Bound(1, 1 << 24),
     "model.rope_theta": Bound(1.0, 1e12),
     "model.norm_eps": Bound(0.0, 1.0),
+    "model.residual_init_scale": Bound(0.0, 1e3),
     "parallel.dp": _DEGREE,
     "parallel.tp": _DEGREE,
     "parallel.pp": _DEGREE,
@@ -55,6 +58,10 @@ BOUNDS: dict[str, Bound] = {
     "train.clip_norm": Bound(0.0, 1e30),
     "train.freeze_step": Bound(0, 10**9),
     "train.fp32_embedding_steps": Bound(0, 10**9),
+    "train.fp32_embedding_switch_steps": Bound(0, 10**9),
+    # The scaled loss is float32, which ends at 3e38.
+    "amp.grad_scaler.init_scale": Bound(1.0, 1e30),
+    "amp.grad_scaler.growth_interval": _STEPS,
     "data.seed": _SEED,
     "checkpoint.every": Bound(0, 10**9),
     "checkpoint.keep": Bound(1, 10**6),
@@ -65,7 +72,7 @@ BOUNDS: dict[str, Bound] = {
 # Keys whose other values the configuration already knows and this version does not run.
 _HERE: dict[str, tuple[Any, ...]] = {
     "parallel.cp": (1,),
-    "train.precision": ("fp32", "fp64"),
+    "train.precision": ("fp32", "fp64", "bf16"),
     "train.fp32_embedding_steps": (0,),
     "memory.offload": (False,),
     "checkpoint.replicas": (1,),
@@ -76,14 +83,15 @@ _HERE: dict[str, tuple[Any, ...]] = {
 
 def value_of(config: Config, key: str) -> Any:
     """The value at ``table.key``, with the key spelled as in a file."""
-    table, name = key.split(".")
-    return getattr(getattr(config, table), "async_" if name == "async" else name)
+    names = ("async_" if name == "async" else name for name in key.split("."))
+    return reduce(getattr, names, config)
 
 
 def default_of(key: str) -> Any:
     """The default of ``table.key``."""
-    table, name = key.split(".")
-    return next(field.default for field in fields(TABLES[table]) if field.name == name)
+    table, _, name = key.rpartition(".")
+    known = fields(all_tables(TABLES)[table])
+    return next(f.default for f in known if f.name == name and f.default is not MISSING)
 
 
 def range_problems(config: Config) -> Iterator[Problem]:
