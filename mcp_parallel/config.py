@@ -147,7 +147,10 @@ class MemoryConfig:
     most 2^-8 |x| with bf16, 1/254 of the largest of 256 neighbours with int8, 2^-4 |x| with fp8
     (E4M3). The forward pass and log-sum-exps keep their bits; parameters are never packed."""
     offload: bool = False
-    """Keep optimizer state in host memory."""
+    """Keep optimizer state one tier of memory below the parameters, bit for bit the same. On a GPU
+    that is pinned host memory, where the blocks' saved activations go too. On a CPU it is the disk:
+    moments are mapped from nameless files on the disk of the run folder, so that the memory they
+    take can be dropped when it is needed; saved activations stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
+from mcp_parallel.optim.lower_tier import LowerTier
 from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.head_loss import build_stage_loss
@@ -49,16 +51,28 @@ class StepResult:
 
 
 class TrainingStep:
-    """The model of one rank and everything that a step does to it."""
+    """The model of one rank and everything that a step does to it.
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
+    Args:
+        config: the run, checked.
+        mesh: this rank's.
+        scratch: a folder on disk for what ``memory.offload`` moves out of a CPU's memory; None is
+            the machine's folder for temporary files.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, scratch: Path | None = None) -> None:
         self.config = config
         self.mesh = mesh
         model_mesh = model_mesh_of(config.train, mesh)
         self.stages = build_stages(config, model_mesh)
         self.shards = [shard for stage in self.stages for shard in stage.shards]
         self.gradients, self.optimizer = build_optimizer(
-            config.train, self.stages, self.shards, model_mesh, zero=mesh.layout.zero
+            config.train,
+            self.stages,
+            self.shards,
+            model_mesh,
+            zero=mesh.layout.zero,
+            tier=LowerTier(mesh.device, scratch) if config.memory.offload else None,
         )
         self._stage_loss = build_stage_loss(self.stages, config, model_mesh)
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)

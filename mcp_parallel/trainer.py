@@ -52,7 +52,7 @@ class Trainer:
         check(config, self.context.world_size)
         mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
         assert mesh is not None
-        self.train_step = TrainingStep(config, mesh)
+        self.train_step = TrainingStep(config, mesh, Path(run_dir) / "scratch")
         self.data = source_of(data or open_data(config), config)
         self.run_dir = Path(run_dir)
         self.step = load_step(resume_from, self.train_step) if resume_from else 0

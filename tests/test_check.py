@@ -95,7 +95,11 @@ BAD = [
         "parallel.schedule",
         "zbv",
     ),
-    ("--set memory.offload=true", "memory.offload", "true"),
+    (
+        "--set memory.offload=true --set train.optimizer=onebit_adam",
+        "memory.offload",
+        "true",
+    ),
     ("--set checkpoint.async=true", "checkpoint.async", "true"),
     ("--set checkpoint.replicas=2", "checkpoint.replicas", "2"),
     ("--set checkpoint.keep=0", "checkpoint.keep", "0"),

@@ -14,7 +14,8 @@ from mcp_kernels.saved import is_exact, keep_exact
 from mcp_kernels.testing import make_gradient
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import Layout
-from mcp_parallel.model.packing import BLOCK_SIZE, SMALLEST, Packer
+from mcp_parallel.model.formats import BLOCK_SIZE
+from mcp_parallel.model.packing import SMALLEST, Packer
 from mcp_parallel.model.remat import Remat, recomputable
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import build_stages
@@ -124,6 +125,17 @@ def test_log_sum_exps_and_norm_scales_are_exact_and_attention_outputs_are_not():
     exact = [t for t in seen if is_exact(t)]
     assert [tuple(t.shape) for t in exact] == [(2, 4, 64)]
     assert sum(tuple(t.shape) == (2, 64, 4, 16) for t in seen) == 4
+
+
+@pytest.mark.parametrize("compression", ["none", *FORMATS])
+def test_host_memory_changes_no_bit(compression):
+    x = make_gradient(5003)
+    here, there = (Packer(compression, (), to_host=host) for host in (False, True))
+    saved = there.pack(x)
+    assert saved is not x
+    assert torch.equal(there.unpack(saved), here.unpack(here.pack(x)))
+    x.zero_()
+    assert there.unpack(saved).any()  # a copy, not the memory itself
 
 
 def test_a_tensor_saved_by_several_operations_is_packed_once():

@@ -5,79 +5,23 @@ A tensor that several operations save is packed once: what was made of it hangs 
 alive (parameters and their views, a pipeline stage's input), integers, tensors of fewer than
 ``SMALLEST`` elements, and statistics that must stay exact.
 
-Most that an element x loses, by format:
-
-    bf16   2^-8 |x|                     8 significant bits
-    int8   max |block| / 254            half a step of 1/127 of the block's largest
-    fp8    2^-4 |x|, or 2^-10 max |block| / 448 where that is more      E4M3
-
-blocks being ``BLOCK_SIZE`` neighbours in memory. A value that is not finite makes its block NaN.
+What each format may lose is in ``formats.py``.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mcp_kernels import fp8_decompress, fp8_quantize, int8_decompress, int8_quantize
 from mcp_kernels.saved import is_exact
+from mcp_parallel.model.formats import BYTES_EACH, FORMATS, Compression, OnHost
 
-Compression = Literal["none", "bf16", "int8", "fp8"]
-
-# A scale takes 4 bytes a block: 1/64 of the codes' bytes. Longer blocks save little more and let
-# one outlier coarsen more neighbours.
-BLOCK_SIZE = 256
 # Below this, two Python objects and a call cost more than the bytes saved.
 SMALLEST = 1024
-
-
-class Bf16:
-    """Flat elements rounded to bfloat16."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.half = flat.to(torch.bfloat16)
-
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        """The elements again, in ``dtype``."""
-        return self.half.to(dtype)
-
-
-class _Coded:
-    """Flat elements as codes of a byte and a scale a block."""
-
-    quantize: Callable[[Tensor, int], tuple[Tensor, Tensor]]
-    decompress: Callable[[Tensor, Tensor, int, int], Tensor]
-
-    def __init__(self, flat: Tensor) -> None:
-        flat = flat.float() if flat.dtype == torch.float64 else flat
-        self.codes, self.scales = type(self).quantize(flat, BLOCK_SIZE)
-
-    def decode(self, dtype: torch.dtype) -> Tensor:
-        """The elements again, in ``dtype``."""
-        decompress = type(self).decompress
-        return decompress(self.codes, self.scales, self.codes.numel(), BLOCK_SIZE).to(dtype)
-
-
-class Int8(_Coded):
-    """Whole numbers of the block's scale."""
-
-    quantize = staticmethod(int8_quantize)
-    decompress = staticmethod(int8_decompress)
-
-
-class Fp8(_Coded):
-    """E4M3 numbers of the block's scale."""
-
-    quantize = staticmethod(fp8_quantize)
-    decompress = staticmethod(fp8_decompress)
-
-
-_FORMATS: dict[str, Callable[[Tensor], Any]] = {"bf16": Bf16, "int8": Int8, "fp8": Fp8}
-_BYTES_EACH = {"bf16": 2, "int8": 1, "fp8": 1}
 
 
 class _Kept:
@@ -153,10 +97,18 @@ class Packer:
     Args:
         compression: format of what is kept.
         parameters: what outlives the step anyway, DTensors or plain.
+        to_host: what is kept waits in host memory.
     """
 
-    def __init__(self, compression: Compression, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        compression: Compression,
+        parameters: Iterable[nn.Parameter],
+        *,
+        to_host: bool = False,
+    ) -> None:
         self.compression: Compression = compression
+        self.to_host = to_host
         self._alive = {_local(p).untyped_storage()._cdata for p in parameters}
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
@@ -172,16 +124,16 @@ class Packer:
             offset = int(tensor.storage_offset())
             kept = _kept_on(storage, key) or _keep_on(storage, key, self._recipe(*recipe))
             return _View(kept, tensor, offset)
-        is_smaller = tensor.element_size() > _BYTES_EACH.get(self.compression, 8)
-        if self.compression == "none" or not is_smaller or is_exact(tensor):
+        is_smaller = tensor.element_size() > BYTES_EACH[self.compression]
+        if is_exact(tensor) or not (is_smaller or self.to_host):
             return tensor
-        return self._compressed(tensor, storage)
+        return self._formatted(tensor, storage, self.compression if is_smaller else "none")
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
         """The tensor, or one within the format's bound of it."""
         return saved.restore() if isinstance(saved, _View) else saved
 
-    def _compressed(self, tensor: Tensor, storage: torch.UntypedStorage) -> _View:
+    def _formatted(self, tensor: Tensor, storage: torch.UntypedStorage, name: Compression) -> _View:
         if not _is_dense(tensor):
             tensor = tensor.contiguous()
             storage = tensor.untyped_storage()
@@ -189,7 +141,9 @@ class Packer:
         kept = _kept_on(storage, key)
         if kept is None:
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-            packed, dtype = _FORMATS[self.compression](flat), tensor.dtype
+            packed, dtype = FORMATS[name](flat), tensor.dtype
+            if self.to_host:
+                packed = OnHost(packed, tensor.device)
             kept = _keep_on(storage, key, _Kept(lambda: packed.decode(dtype)))
         return _View(kept, tensor, 0)
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from mcp_parallel.model.packing import Compression, Packer, remember_recipe
+from mcp_parallel.model.formats import Compression
+from mcp_parallel.model.packing import Packer, remember_recipe
 
 Policy = Literal["none", "selective", "full"]
 
@@ -48,11 +49,13 @@ class Remat:
     """Runs a block's forward under an activation-checkpointing policy and a compression.
 
     Where both are "none" it is the plain call. The forward's result never depends on either.
+    ``to_host`` sends what is kept to host memory until backward asks for it.
     """
 
     def __init__(self, policy: Policy = "none", compression: Compression = "none") -> None:
         self.policy: Policy = policy
         self.compression: Compression = compression
+        self.to_host = False
 
     def __call__(
         self,
@@ -67,12 +70,12 @@ class Remat:
             x: its input.
             parameters: those of the block: what outlives the step anyway is never packed.
         """
-        is_plain = self.policy == "none" and self.compression == "none"
-        if is_plain or not torch.is_grad_enabled():
+        packs = self.compression != "none" or self.to_host
+        if (self.policy == "none" and not packs) or not torch.is_grad_enabled():
             return function(x)
-        if self.policy == "full" and self.compression == "none":
+        if self.policy == "full" and not packs:
             return self._recomputed(function, x)
-        packer = Packer(self.compression, parameters)
+        packer = Packer(self.compression, parameters, to_host=self.to_host)
         with saved_tensors_hooks(packer.pack, packer.unpack):
             if self.policy == "full":
                 return self._recomputed(function, x)

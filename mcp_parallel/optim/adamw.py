@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from mcp_parallel.checkpoint.format import CheckpointError
 from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import TrainConfig
 from mcp_parallel.optim.clip import local_square_sum, scale_gradients
+from mcp_parallel.optim.lower_tier import LowerTier, parts
 from mcp_parallel.parallel.shards import Shard
 
 BETAS = (0.9, 0.95)
@@ -39,10 +41,22 @@ def refuse_codes(extra: Mapping[str, Any]) -> None:
         )
 
 
-class AdamW:
-    """``torch.optim.AdamW`` over the local part of every parameter; 1-D parameters don't decay."""
+def _zeros(like: Tensor, tier: LowerTier | None) -> Tensor:
+    return torch.zeros_like(like) if tier is None else tier.zeros_like(like)
 
-    def __init__(self, shards: Sequence[Shard], train: TrainConfig) -> None:
+
+class AdamW:
+    """``torch.optim.AdamW`` over the local part of every parameter; 1-D parameters don't decay.
+
+    Args:
+        shards: this rank's parameters.
+        train: learning rate and decay.
+        tier: where the moments live; None is beside the parameters.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], train: TrainConfig, tier: LowerTier | None = None
+    ) -> None:
         self.shards = list(shards)
         self._locals = [shard.local for shard in self.shards]
         decay, plain = [], []
@@ -62,8 +76,9 @@ class AdamW:
         for local in self._locals:
             self._adamw.state[local] = {
                 "step": torch.zeros((), dtype=torch.float32, device=local.device),
-                **{moment: torch.zeros_like(local) for moment in MOMENTS},
+                **{moment: _zeros(local, tier) for moment in MOMENTS},
             }
+        self._is_far = tier is not None and tier.is_far
 
     def square_sum(self) -> Tensor:
         """This rank's share of the squared gradient norm, float64 ``[]``."""
@@ -86,7 +101,44 @@ class AdamW:
             group["lr"] = lr
         for shard, local in zip(self.shards, self._locals, strict=True):
             local.grad = shard.local_grad
-        self._adamw.step()
+        if self._is_far:
+            self._step_by_parts()
+        else:
+            self._adamw.step()
+
+    def _step_by_parts(self) -> None:
+        """``torch.optim.AdamW``'s update of moments that are elsewhere, some at a time."""
+        for group in self._adamw.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for part in parts(params):
+                here = [params[index] for index in part]
+                states = [self._adamw.state[p] for p in here]
+                first, second = (
+                    [
+                        s[moment].to(p.device, non_blocking=True)
+                        for p, s in zip(here, states, strict=True)
+                    ]
+                    for moment in MOMENTS
+                )
+                adamw(
+                    here,
+                    [p.grad for p in here],
+                    first,
+                    second,
+                    [],
+                    [s["step"] for s in states],
+                    fused=True,
+                    amsgrad=False,
+                    beta1=BETAS[0],
+                    beta2=BETAS[1],
+                    lr=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    eps=EPS,
+                    maximize=False,
+                )
+                for moment, tensors in zip(MOMENTS, (first, second), strict=True):
+                    for state, tensor in zip(states, tensors, strict=True):
+                        state[moment].copy_(tensor, non_blocking=True)
 
     def moments(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """(moment name, shard it belongs to, local values), in a fixed order."""

@@ -12,6 +12,7 @@ from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import TrainConfig
 from mcp_parallel.optim.adamw import AdamW
+from mcp_parallel.optim.lower_tier import LowerTier
 from mcp_parallel.optim.onebit import OneBit
 from mcp_parallel.optim.onebit_gradients import SwitchedGradients
 from mcp_parallel.parallel.gradients import Gradients
@@ -74,6 +75,7 @@ def build_optimizer(
     mesh: Mesh,
     *,
     zero: int,
+    tier: LowerTier | None = None,
 ) -> tuple[Gradients, Optimizer]:
     """Gradient sums and optimizer of this rank's stages, built on ``mesh``; collective over it.
 
@@ -83,8 +85,9 @@ def build_optimizer(
         shards: all of theirs.
         mesh: as ``model_mesh_of`` gave it.
         zero: configured stage of ZeRO.
+        tier: where AdamW's moments live; None is beside the parameters.
     """
     if train.optimizer == "adamw":
-        return Gradients(stages, mesh), AdamW(shards, train)
+        return Gradients(stages, mesh), AdamW(shards, train, tier)
     gradients = SwitchedGradients(stages, mesh)
     return gradients, OneBit(shards, train, mesh, gradients, zero=zero)

@@ -69,6 +69,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing
             block.remat.compression = config.memory.activation_compression
+            # Below a CPU's memory is the disk, which is too slow for what a step makes and reads.
+            block.remat.to_host = config.memory.offload and mesh.device.type != "cpu"
         masters = _give_values_and_shard(model, config, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
         shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))

@@ -24,6 +24,14 @@ def onebit_problems(config: Config) -> Iterator[Problem]:
             shown(parallel.zero),
             ({"parallel.zero": 1}, {"parallel.zero": 0}, {"train.optimizer": "adamw"}),
         )
+    if config.memory.offload:
+        yield Problem(
+            "onebit_adam offload",
+            "memory.offload",
+            "be false with optimizer onebit_adam (its errors and momentum are read at every send)",
+            "true",
+            ({"memory.offload": False}, {"train.optimizer": "adamw"}),
+        )
     v_shaped = parallel.pp > 1 and parallel.schedule in V_SHAPED
     if v_shaped and config.model.tie_embeddings:
         yield Problem(

@@ -74,7 +74,6 @@ _HERE: dict[str, tuple[Any, ...]] = {
     "parallel.cp": (1,),
     "train.precision": ("fp32", "fp64", "bf16"),
     "train.fp32_embedding_steps": (0,),
-    "memory.offload": (False,),
     "checkpoint.replicas": (1,),
     "checkpoint.async": (False,),
     "monitor.activations": (False,),
