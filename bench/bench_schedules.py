@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mcp_kernels.ops._deferred import deferring
 from mcp_parallel.config import Config
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.layout import Layout
@@ -62,8 +63,32 @@ class _Sleep(torch.autograd.Function):
         return grads[0].contiguous(), None, None  # the loss sends an expanded one
 
 
+class _SleepWeight(torch.autograd.Function):
+    """Adds nothing to x; the gradient of the weight takes so long, now or when it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, backward_s: float) -> Tensor:
+        ctx.weight, ctx.backward_s = weight, backward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        later, weight = deferring(), ctx.weight
+
+        def compute() -> list[Tensor]:
+            time.sleep(ctx.backward_s)
+            return [torch.zeros_like(weight)]
+
+        if later is None:
+            return grads[0], compute()[0], None
+        later.add([weight], compute)
+        return grads[0], None, None
+
+
 class SleepStage(nn.Module):
     """Takes ``work_s`` for a forward, an input gradient and a weight gradient each."""
+
+    leaves_head = False  # what it gives is the output that the loss is of
 
     def __init__(self, work_s: float, is_first: bool) -> None:
         super().__init__()
@@ -73,9 +98,8 @@ class SleepStage(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.is_first:
             x = torch.zeros(*x.shape, HIDDEN, requires_grad=True)
-        return _Sleep.apply(x, self.work_s, self.work_s) + _Sleep.apply(
-            self.weight, 0.0, self.work_s
-        )
+        x = _Sleep.apply(x, self.work_s, self.work_s)  # pyright: ignore[reportAssignmentType]
+        return _SleepWeight.apply(x, self.weight, self.work_s)  # pyright: ignore[reportReturnType]
 
 
 def configure(schedule, microbatches, virtual_stages):

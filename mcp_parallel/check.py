@@ -52,10 +52,6 @@ _LAYOUT = (
         ),
     ),
     _Family(
-        (layout.split_backward_problems,),
-        frozenset({"parallel.zero", "parallel.dp", "parallel.cp", "parallel.pp"}),
-    ),
-    _Family(
         (zero.replica_problems,),
         frozenset({"parallel.zero", "parallel.dp", "parallel.dp_replicate"}),
     ),

@@ -81,7 +81,6 @@ BAD = [
     ("--set train.optimizer=onebit_adam --set train.freeze_step=3", "train.freeze_step", "3"),
     ("--set train.freeze_step=5", "train.freeze_step", "5"),
     ("--set train.fp32_embedding_steps=1", "train.fp32_embedding_steps", "1"),
-    ("--dp 2 --pp 2 --zero 3 --schedule zero_bubble", "parallel.zero", "3"),
     ("--pp 4 --schedule zbv", "parallel.pp", "4 * 2 = 8 stages"),
     ("--pp 2 --schedule zbv --set parallel.virtual_stages=3", "parallel.virtual_stages", "3"),
     ("--pp 2 --schedule dualpipev --batch-size 12", "train.micro_batch_size", "4 and 3 of them"),

@@ -18,7 +18,6 @@ from mcp_parallel.rules.problem import divisors, nearest, nearest_multiples
 small = st.integers(1, 12)
 PLAIN = ["gpipe", "1f1b", "zero_bubble"]
 ROUNDS = ["interleaved", "zero_bubble"]
-SPLIT = ["zero_bubble", "zbv", "dualpipev"]
 V_SHAPED = ["zbv", "dualpipev"]
 SCHEDULES = [*PLAIN, "interleaved", *V_SHAPED]
 ANYTHING = {
@@ -94,7 +93,6 @@ def can_run(config):
             count % pp == 0 or not in_rounds,
             parallel.dp % parallel.dp_replicate == 0,
             parallel.dp_replicate == 1 or parallel.zero > 0,
-            parallel.zero < 3 or min(parallel.dp, pp) == 1 or schedule not in SPLIT,
         )
     )
 

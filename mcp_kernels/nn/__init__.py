@@ -20,6 +20,12 @@ if TYPE_CHECKING:
     )
     from mcp_kernels.nn.parallel_style import ColumnParallel, Replicated, RowParallel
     from mcp_kernels.nn.plans import llama_plan
+    from mcp_kernels.nn.split_linear import (
+        SplitLinear,
+        WeightGradients,
+        deferred_weight_gradients,
+        split_linears,
+    )
 
 __all__ = [
     "ColumnParallel",
@@ -29,10 +35,14 @@ __all__ = [
     "Replicated",
     "RowParallel",
     "RowParallelLinear",
+    "SplitLinear",
     "VocabParallelEmbedding",
+    "WeightGradients",
     "apply_linears",
+    "deferred_weight_gradients",
     "llama_plan",
     "parallelize",
+    "split_linears",
 ]
 
 _MODULES = {
@@ -42,10 +52,14 @@ _MODULES = {
     "Replicated": "parallel_style",
     "RowParallel": "parallel_style",
     "RowParallelLinear": "parallel_linear",
+    "SplitLinear": "split_linear",
     "VocabParallelEmbedding": "parallel_embedding",
+    "WeightGradients": "split_linear",
     "apply_linears": "parallel_linear",
+    "deferred_weight_gradients": "split_linear",
     "llama_plan": "plans",
     "parallelize": "apply_plan",
+    "split_linears": "split_linear",
 }
 
 

@@ -28,6 +28,7 @@ from typing_extensions import Self
 from mcp_kernels.nn._layer import TensorParallelLayer, check_parts, check_sequence
 from mcp_kernels.nn._replicated import gather_features, split_features
 from mcp_kernels.nn.sharding import Group, describe, to_locals
+from mcp_kernels.nn.split_linear import split_linear
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
 from mcp_kernels.ops.collectives import copy_to_group
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
@@ -324,7 +325,7 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
         ys = all_gather_matmul(x, weights, biases, group=group, gather_dim=dim, gather_size=size)
     else:
         copied = copy_to_group(x, group=group)
-        ys = [linear(copied, w, b) for w, b in zip(weights, biases, strict=True)]
+        ys = [split_linear(copied, w, b) for w, b in zip(weights, biases, strict=True)]
     return [_finish(layer, y, group) for layer, y in zip(columns, ys, strict=True)]
 
 

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from mcp_kernels._op import define_op, override
 from mcp_kernels.ops import _column_backward, _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
+from mcp_kernels.ops._deferred import WeightGradients, deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
 from mcp_kernels.ops.collectives import replicated_gradient
 
@@ -233,6 +234,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], gathered: Tensor) -> None:
     ctx.set_materialize_grads(False)
     ctx.is_gathered = save_gathered and bool(ctx.group) and ctx.dim is not None
     ctx.save_for_backward(gathered if ctx.is_gathered else x, *weights)
+    ctx.weights = list(weights)
 
 
 def _gradients(
@@ -246,6 +248,10 @@ def _gradients(
     pairs = [
         (i, dy, w) for i, (dy, w) in enumerate(zip(dys, weights, strict=True)) if dy is not None
     ]
+    later = deferring()
+    if later is not None and any(needs[1]):
+        _defer(ctx, later, x, [pair for pair in pairs if needs[1][pair[0]]])
+        needs = (needs[0], [False] * len(weights), needs[2])
     if ctx.group and pairs and d_gathered is None and not torch.is_grad_enabled():
         return _fused_gradients(ctx, x, pairs, len(weights), needs)
     needs_dx, needs_dw, needs_db = needs
@@ -271,6 +277,20 @@ def _gradients(
     if ctx.group and dx is not None:
         dx = _sum_op(dx, ctx.group, ctx.dim)
     return dx, dws, dbs
+
+
+def _defer(
+    ctx: Any, later: WeightGradients, x: Tensor, pairs: list[tuple[int, Tensor, Tensor]]
+) -> None:
+    """Leave the products for the weights of ``pairs`` (place, dy, weight) to ``later``."""
+    group, dim, size = ctx.group, ctx.dim, ctx.size
+    is_part = bool(group) and dim is not None and not ctx.is_gathered
+
+    def compute() -> list[Tensor]:
+        whole = torch.ops.mcp_kernels.all_gather(x, group, dim, size) if is_part else x
+        return [torch.mm(as_rows(dy).t(), as_rows(whole)) for _, dy, _ in pairs]
+
+    later.add([ctx.weights[place] for place, _, _ in pairs], compute)
 
 
 def _fused_gradients(

@@ -21,7 +21,8 @@ from torch.distributed import ProcessGroup
 from mcp_kernels._op import define_op, override
 from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
-from mcp_kernels.ops._linear import check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops._deferred import deferring
+from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
 from mcp_kernels.ops.collectives import replicated_gradient
 
 if TYPE_CHECKING:
@@ -99,12 +100,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, _, ctx.group = inputs
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+    ctx.weight = weight
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
     x, weight = ctx.saved_tensors
     needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
     each = replicated_gradient(dy, ctx.group)  # the bias is replicated as dy is, the rest is not
+    later = deferring()
+    if later is not None and needs_dw:
+        later.add([ctx.weight], lambda: [torch.mm(as_rows(each).t(), as_rows(x))])
+        needs_dw = False
     dx, dw, _ = linear_backward(each, x, weight, (needs_dx, needs_dw, False))
     _, _, db = linear_backward(dy, None, None, (False, False, needs_db))
     return dx, dw, db, None

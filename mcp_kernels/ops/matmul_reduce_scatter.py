@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from mcp_kernels._op import define_op, override
 from mcp_kernels.ops import _comm, _fused
 from mcp_kernels.ops._autocast import under_autocast
+from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
 
 
@@ -108,6 +109,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.size = (*x.shape[:-1], weight.shape[0])[ctx.dim]
     needs_dx, needs_dw = ctx.needs_input_grad[:2]
     ctx.save_for_backward(x if needs_dw else None, weight if needs_dx else None)
+    ctx.weight = weight
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -120,6 +122,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, _ = linear_backward(full, x, weight, (needs[0], needs[1], False))
         db = _bias_gradient(dy, ctx.group, ctx.dim, ctx.size) if needs[2] else None
         return dx, dw, db, None, None
+    later = deferring()
+    if later is not None and needs[1]:
+        full = torch.ops.mcp_kernels.all_gather(dy, ctx.group, ctx.dim, ctx.size)
+        later.add([ctx.weight], lambda: [torch.mm(as_rows(full).t(), as_rows(x))])
+        dx, _, db = linear_backward(full, x, weight, (needs[0], False, needs[2]))
+        return dx, None, db, None, None
     args = (dy, x, weight, list(needs), ctx.group, ctx.dim, ctx.size)
     grads = torch.ops.mcp_kernels.matmul_reduce_scatter_backward(*args)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None

@@ -73,5 +73,5 @@ def build_executor(
 ) -> Executor:
     """A pipeline where there are several pipeline ranks, else a loop over micro-batches."""
     if mesh.layout.pp > 1:
-        return Pipeline(stages, config, mesh, gradients, loss)
+        return Pipeline(stages, config, mesh, loss)
     return MicrobatchLoop(stages[0], config, mesh, gradients, loss)

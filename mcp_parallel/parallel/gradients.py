@@ -90,12 +90,6 @@ class GradientBuckets:
             for slot in slots:
                 slot.clear()
 
-    def collect(self) -> None:
-        """Take the 16-bit gradients that came without a call of autograd's hooks."""
-        for slots in self._buckets if self._masters else ():
-            for slot in slots:
-                slot.add()
-
     def release(self) -> None:
         """Leave gradients to autograd for good, and give the buffers' memory back."""
         for hook in self._hooks:
@@ -231,11 +225,6 @@ class Gradients:
             self.buckets.zero()
         for shard in self.shards:
             shard.parameter.grad = None
-
-    def after_split_backward(self) -> None:
-        """Say that gradients were set outside of autograd's backward."""
-        if self.buckets is not None:
-            self.buckets.collect()
 
     def before_last_backward(self) -> None:
         """Say that the next micro-batch is the step's last."""

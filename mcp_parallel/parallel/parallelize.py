@@ -1,7 +1,8 @@
 """The one place that says in which order parallelism is applied to a model.
 
 1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
-2. tensor: each layer becomes this rank's part of it, still without memory;
+2. tensor: each layer becomes this rank's part of it, still without memory; layers that stay whole
+   learn to put their weight gradients off where the schedule does;
 3. what each block keeps for backward: checkpointing and compression;
 4. values: block by block, so that no more than one block is ever whole on a rank; in 16 bits
    without ``fully_shard`` each parameter becomes a rounded copy of them (``precision.py``);
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from mcp_kernels.nn import split_linears
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
 from mcp_parallel.model.family import family_of, whole_model
@@ -27,6 +29,7 @@ from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards, like_parameter, local_part
 from mcp_parallel.parallel.tensor import cut_layers
+from mcp_parallel.schedules.action import SPLIT
 
 Masters = dict[nn.Parameter, Tensor]
 """16-bit weights that the model computes with -> the local fp32 values they are rounded from."""
@@ -65,6 +68,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
             model = build(config.model, ranges[index], has_embedding=is_first, has_head=is_last)
         model.to(Precision.of(config).state)
         cut_layers(model, mesh, config.model.seq_len)
+        if layout.pp > 1 and layout.schedule in SPLIT:
+            split_linears(model)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing

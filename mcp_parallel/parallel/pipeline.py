@@ -7,18 +7,20 @@ with ``fully_shard``, the gathering of parameters and the reduction of gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
+from mcp_kernels.nn import WeightGradients, deferred_weight_gradients
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout, split_dim
 from mcp_parallel.model.family import family_of
 from mcp_parallel.parallel.clock import Clock, Occupation
-from mcp_parallel.parallel.gradients import Gradients
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.precision import Precision
@@ -39,17 +41,11 @@ class Pipeline:
         stages: this rank's, in the order of the model.
         config: the run.
         mesh: this rank's.
-        gradients: of the stages.
         loss: of one micro-batch, already divided by the global number of tokens.
     """
 
     def __init__(
-        self,
-        stages: Sequence[Stage],
-        config: Config,
-        mesh: Mesh,
-        gradients: Gradients,
-        loss: LossFunction,
+        self, stages: Sequence[Stage], config: Config, mesh: Mesh, loss: LossFunction
     ) -> None:
         self.has_first = any(s.is_first for s in stages)
         self.has_last = any(s.is_last for s in stages)
@@ -63,7 +59,7 @@ class Pipeline:
 
         # The loss is already divided by the global number of tokens: nothing is left to scale.
         self.schedule = _PipelineScheduleRuntime(
-            [_torch_stage(stage, config, mesh, clock, gradients) for stage in stages],
+            [_torch_stage(stage, config, mesh, clock) for stage in stages],
             self.plan.num_microbatches,
             loss_fn=timed_loss,
             scale_grads=False,
@@ -100,29 +96,58 @@ def torch_actions(plan: Plan) -> dict[int, list[_Action | None]]:
 
 
 class _TimedStage(PipelineStage):
-    """A stage whose work is on the clock; waiting for messages happens outside of these calls."""
+    """A stage whose work is on the clock; waiting for messages happens outside of these calls.
+
+    Its input gradient is a whole backward that leaves out the products for the weights, and its
+    weight gradient is those: each node of the graph runs once, and once it has run neither it nor
+    a parameter's value is needed (torch's own split cuts the graph, runs nodes with both gradients
+    twice, and reads parameters that ZeRO-3 has freed).
+    """
 
     clock: Clock
-    gradients: Gradients
+    undone: dict[int, WeightGradients]
+    """What the input gradients of a micro-batch left for its weight gradients."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self.clock.working():
             return super().forward_one_chunk(*args, **kwargs)
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        run = partial(super().backward_one_chunk, bwd_chunk_id, loss, last_backward=last_backward)
         with self.clock.working():
-            return super().backward_one_chunk(*args, **kwargs)
+            if full_backward:
+                run()
+                return
+            # One pass through the graph, which leaves the linear layers' weights out.
+            with deferred_weight_gradients() as undone:
+                run()
+            self.undone[bwd_chunk_id] = undone
 
-    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        del last_backward
         with self.clock.working():
-            result = super().backward_weight_one_chunk(*args, **kwargs)
-            self.gradients.after_split_backward()
-            return result
+            self.undone.pop(bwd_chunk_id).run()
+            if isinstance(self.submod, FSDPModule):
+                widen_gradients(self.submod)
 
 
-def _torch_stage(
-    stage: Stage, config: Config, mesh: Mesh, clock: Clock, gradients: Gradients
-) -> PipelineStage:
+def widen_gradients(model: FSDPModule) -> None:
+    """Add 16-bit gradients to the fp32 sums, as ``fully_shard`` does when a backward ends."""
+    for state in fully_shard.state(model)._state_ctx.all_states:  # pyright: ignore[reportFunctionMemberAccess]
+        for group in state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                if parameter.reduce_dtype is not None:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+
+def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> PipelineStage:
     layout, model = mesh.layout, config.model
     rows, dtype = config.train.micro_batch_size, Precision.of(config).compute
     split_sequence = layout.tp > 1 and layout.sequence_parallel
@@ -148,5 +173,5 @@ def _torch_stage(
         output_args=(logits if stage.is_last and not stage.model.leaves_head else hidden,),
         group=mesh.group("pp"),
     )
-    made.clock, made.gradients = clock, gradients
+    made.clock, made.undone = clock, {}
     return made

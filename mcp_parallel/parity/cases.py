@@ -147,6 +147,11 @@ MATRIX = (
         schedule="interleaved",
         virtual_stages=2,
     ),
+    _case("dp2pp2 zero_bubble zero3", microbatches=2, dp=2, pp=2, zero=3, schedule="zero_bubble"),
+    _case("dp2pp2 zbv zero3", microbatches=4, dp=2, pp=2, zero=3, schedule="zbv"),
+    _case(
+        "dp2tp2pp2 dualpipev zero3", microbatches=4, dp=2, tp=2, pp=2, zero=3, schedule="dualpipev"
+    ),
     _case("dp2tp2pp2 zero3", microbatches=2, dp=2, tp=2, pp=2, zero=3),
     _case("tied tp2", TIED, tp=2),
     _case("tied pp2", TIED, microbatches=2, pp=2),

@@ -19,7 +19,7 @@ from mcp_parallel.rules.problem import (
     ways,
 )
 from mcp_parallel.rules.values import BOUNDS
-from mcp_parallel.schedules.action import SPLIT, V_SHAPED
+from mcp_parallel.schedules.action import V_SHAPED
 
 
 def head_problems(config: Config) -> Iterator[Problem]:
@@ -114,34 +114,6 @@ def stage_problems(config: Config) -> Iterator[Problem]:
             ways("parallel.virtual_stages", range(2, layers // pp + 1), 2)
             + ways("parallel.schedule", ("1f1b",)),
         )
-
-
-def split_backward_problems(config: Config) -> Iterator[Problem]:
-    """What does not go with schedules that split the backward.
-
-    A weight gradient on its own needs the parameters that its forward used, which ZeRO-3 has freed
-    in between.
-    """
-    parallel = config.parallel
-    if parallel.pp == 1 or parallel.schedule not in SPLIT:
-        return
-    if parallel.zero == 3 and parallel.dp > 1:
-        yield Problem(
-            "zero over a split backward",
-            "parallel.zero",
-            f"be 2 or less with schedule {parallel.schedule} (its weight gradients come after "
-            "parameters are freed)",
-            "3",
-            ({"parallel.zero": 2}, _whole_backward(config)),
-        )
-
-
-def _whole_backward(config: Config) -> dict[str, Any]:
-    """The nearest schedule whose backward is whole."""
-    parallel = config.parallel
-    if parallel.virtual_stages > 1 and parallel.schedule not in V_SHAPED:
-        return {"parallel.schedule": "interleaved"}
-    return {"parallel.schedule": "1f1b", "parallel.virtual_stages": 1}
 
 
 def _fewer_stages(config: Config) -> tuple[dict[str, Any], ...]:
