@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from mcp_kernels._build_info import build_info, cpu_isa_of
-from mcp_kernels._op import NAMESPACE, ReferenceMode, definitions, has_body, overrides
+from mcp_kernels._op import NAMESPACE, ReferenceMode, definitions, has_body, looking, overrides
 
 REPLACED = "a faster body takes its place; reference_only() runs it"
 
@@ -23,7 +23,8 @@ class BackendChoice:
 
     op: str
     chosen: str
-    """"reference", "cpu:<isa>", "triton" or "cuda"."""
+    """"reference", "cpu:<isa>", "triton", "cuda", "shm", or "overlap": collectives of the group in
+    pieces under the product."""
     refused: dict[str, str]
     """Every other body and the reason, in words, why it would not run."""
 
@@ -61,6 +62,12 @@ def which_backend(op: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Ba
     if registered is not None:
         reason = registered.refuses(*op_args, **op_kwargs) if registered.refuses else None
         refused[registered.backend] = reason or ""
+    general = definitions[name].general
+    if general is not None:
+        has_other = not all(refused.values())
+        with looking():
+            reason = general.refuses(*op_args, **op_kwargs)
+        refused[general.backend] = reason or ("a body of the device goes first" * has_other)
     if any(isinstance(mode, ReferenceMode) for mode in _get_current_dispatch_mode_stack()):
         refused = {body: why or "reference_only() is active" for body, why in refused.items()}
     chosen = next((body for body, why in refused.items() if not why), "reference")

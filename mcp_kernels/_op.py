@@ -4,6 +4,9 @@
 namespace ``mcp_kernels``. The reference is registered on ``CompositeExplicitAutograd``; a compiled
 body on the CPU or CUDA key (``STABLE_TORCH_LIBRARY_IMPL`` in C++, ``override`` for Triton) takes
 its place the moment it is registered. No dispatcher of our own and no ``if HAS_EXT``.
+
+An op may have a ``General`` body besides: plain PyTorch too, for every device, in another order of
+work. It takes what no device's own body took, and leaves the rest to the reference.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +31,18 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 
 @dataclass(frozen=True, slots=True)
+class General:
+    """A body for every device, between those of a device and the reference."""
+
+    backend: str
+    """What ``which_backend`` calls it."""
+    body: Callable[..., Any]
+    """A function with the op's signature."""
+    refuses: Callable[..., str | None]
+    """The reason in words why ``body`` does not take a call, the same on every rank, or None."""
+
+
+@dataclass(frozen=True, slots=True)
 class OpDefinition:
     """What ``define_op`` was given, kept for ``reference_only`` and ``which_backend``."""
 
@@ -36,6 +51,14 @@ class OpDefinition:
     reference: Callable[..., Any]
     source_file: str
     """The file that calls ``define_op``: its test and its bench have the same name."""
+    general: General | None = None
+
+    def without_device_body(self, args: Any, kwargs: Any) -> tuple[str, Callable[..., Any]]:
+        """What runs where no device's own body does: its name, and the function."""
+        general = self.general
+        if general is None or general.refuses(*args, **kwargs) is not None:
+            return "the reference", self.reference
+        return general.backend, general.body
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +69,10 @@ class Override:
     refuses: Callable[..., str | None] | None
 
 
+_is_looking = False
 definitions: dict[str, OpDefinition] = {}
 overrides: dict[tuple[str, str], Override] = {}
-_logged_refusals: set[tuple[str, str, str]] = set()
+_logged_refusals: set[tuple[str, str, str, str]] = set()
 
 
 def define_op(
@@ -60,6 +84,7 @@ def define_op(
     setup_context: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
     tags: Sequence[torch.Tag] = (),
+    general: General | None = None,
 ) -> OpDefinition:
     """Define ``mcp_kernels::<op>`` from its schema, with ``reference`` as its body everywhere.
 
@@ -73,14 +98,21 @@ def define_op(
         vmap: ``vmap(info, in_dims, *args) -> (outputs, out_dims)``, as
             ``torch.library.register_vmap``.
         tags: ``torch.Tag`` values for the op.
+        general: a body that goes before the reference on every device.
 
     Returns:
         The definition; call the op as ``torch.ops.mcp_kernels.<op>``.
     """
     name = schema.split("(", 1)[0].strip()
     _library.define(schema, tags=tuple(tags))
-    reference = _without_autocast(reference)
-    _library.impl(name, reference, "CompositeExplicitAutograd")
+    definition = OpDefinition(
+        name=name,
+        schema=schema,
+        reference=_without_autocast(reference),
+        source_file=sys._getframe(1).f_code.co_filename,
+        general=None if general is None else replace(general, body=_without_autocast(general.body)),
+    )
+    _library.impl(name, _anywhere(definition), "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake, lib=_library)
     if backward is not None:
@@ -90,14 +122,20 @@ def define_op(
         if backward is not None:
             under_transforms = _function_of(name, backward, setup_context, vmap)
             _library.impl(name, under_transforms, "FuncTorchDynamicLayerFrontMode")
-    definition = OpDefinition(
-        name=name,
-        schema=schema,
-        reference=reference,
-        source_file=sys._getframe(1).f_code.co_filename,
-    )
     definitions[name] = definition
     return definition
+
+
+def _anywhere(definition: OpDefinition) -> Callable[..., Any]:
+    """What runs on a device without a body of its own."""
+    if definition.general is None:
+        return definition.reference
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        _, body = definition.without_device_body(args, kwargs)
+        return body(*args, **kwargs)
+
+    return run
 
 
 def _register_autograd(
@@ -237,7 +275,8 @@ def override(
         key: dispatch key, "CPU" or "CUDA".
         backend: what ``which_backend`` calls it.
         refuses: ``refuses(*args, **kwargs)`` gives the reason in words why ``body`` cannot take a
-            call, or None. A refused call runs the reference and is logged once for each reason.
+            call, or None. A refused call runs the op's general body, or the reference, and is
+            logged once for each reason.
     """
     run = _import_at_first_call(body) if isinstance(body, str) else body
     if refuses is not None:
@@ -271,14 +310,30 @@ def _with_refusal(
         reason = refuses(*args, **kwargs)
         if reason is None:
             return body(*args, **kwargs)
-        if (definition.name, backend, reason) not in _logged_refusals:
-            _logged_refusals.add((definition.name, backend, reason))
-            _log.warning(
-                "%s: %s refuses (%s); the reference runs instead", definition.name, backend, reason
-            )
-        return definition.reference(*args, **kwargs)
+        instead, other = definition.without_device_body(args, kwargs)
+        refusal = (definition.name, backend, reason, instead)
+        if refusal not in _logged_refusals:
+            _logged_refusals.add(refusal)
+            _log.warning("%s: %s refuses (%s); %s runs instead", *refusal)
+        return other(*args, **kwargs)
 
     return run
+
+
+@contextmanager
+def looking() -> Iterator[None]:
+    """Inside the block ``refuses`` is asked on behalf of a reader: it must not communicate."""
+    global _is_looking
+    before, _is_looking = _is_looking, True
+    try:
+        yield
+    finally:
+        _is_looking = before
+
+
+def is_looking() -> bool:
+    """Whether ``which_backend`` asks, not a call."""
+    return _is_looking
 
 
 class ReferenceMode(TorchDispatchMode):

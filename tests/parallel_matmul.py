@@ -16,17 +16,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcp_kernels.ops import _comm, _fused
+from mcp_kernels.ops import _comm, _fused, _overlap_cut, _overlap_group
 from mcp_kernels.testing import sum_error_bound
 
-# What carries the ranks' data: gloo, where the references run; shared memory, where a product of
-# the tests is one block; and slots so small that it is many, and ranks share the work of a sum.
+# What carries the ranks' data: gloo, where the references run; gloo between hosts, a host for each
+# rank, where products are cut however small; shared memory, where a product of the tests is one
+# block; and slots so small that it is many, and ranks share the work of a sum.
 needs_shm = pytest.mark.skipif(
     importlib.util.find_spec("mcp_kernels._shm") is None, reason="the _shm extension was not built"
 )
 carriers = pytest.mark.parametrize(
     "carrier",
-    ["gloo", pytest.param("shm", marks=needs_shm), pytest.param("small_shm", marks=needs_shm)],
+    [
+        "gloo",
+        "hosts",
+        pytest.param("shm", marks=needs_shm),
+        pytest.param("small_shm", marks=needs_shm),
+    ],
 )
 
 
@@ -34,11 +40,13 @@ def carried(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: 
     """``fn(rank, world, *args)`` where the default group is carried by ``carrier``."""
     if carrier == "gloo":
         return fn(rank, world, *args)
+    if carrier == "hosts":
+        return _between_hosts(rank, world, fn, *args)
     from mcp_kernels.shm import workspace  # registers the backend
 
-    usual = dist.group.WORLD
+    usual: Any = dist.group.WORLD
     kept = workspace.SLOT_BYTES, _fused._MIN_COLUMNS, _fused._MIN_OWN_ROWS, _fused._SHARE_BYTES
-    group = dist.new_group(list(range(world)), backend="shm")
+    group: Any = dist.new_group(list(range(world)), backend="shm")
     try:
         if carrier == "small_shm":
             workspace.SLOT_BYTES = (256, 512)
@@ -51,6 +59,25 @@ def carried(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: 
         workspace.SLOT_BYTES, *constants = kept
         _fused._MIN_COLUMNS, _fused._MIN_OWN_ROWS, _fused._SHARE_BYTES = constants
         _fused.blocks_of.cache_clear()
+
+
+def _between_hosts(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+    usual: Any = dist.group.WORLD
+    host_number = _overlap_group.host_number
+    names = ("PIECE_BYTES", "MIN_ROWS", "MIN_COLUMNS")
+    kept = [getattr(_overlap_cut, name) for name in names]
+    group: Any = dist.new_group(list(range(world)), backend="gloo")
+    try:
+        for name in names:
+            setattr(_overlap_cut, name, 2)
+        _overlap_group.host_number = lambda: rank
+        dist.distributed_c10d._update_default_pg(group)
+        return fn(rank, world, *args)
+    finally:
+        dist.distributed_c10d._update_default_pg(usual)
+        _overlap_group.host_number = host_number
+        for name, value in zip(names, kept, strict=True):
+            setattr(_overlap_cut, name, value)
 
 
 @dataclass(frozen=True)

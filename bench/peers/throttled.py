@@ -54,11 +54,17 @@ class ThrottledGroup(ShmProcessGroup):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.bytes_sent = 0
+        self.bits_per_s = BITS_PER_S
+        self.direct = None  # nobody goes round the link
         self._free_at = 0.0
+
+    def name(self):
+        """Not shm's: what it carries is not there when a call returns."""
+        return "throttled"
 
     def _send(self, num_bytes, tensors):
         self.bytes_sent += num_bytes
-        self._free_at = max(self._free_at, time.perf_counter()) + 8 * num_bytes / BITS_PER_S
+        self._free_at = max(self._free_at, time.perf_counter()) + 8 * num_bytes / self.bits_per_s
         return _TimedWork(tensors, self._free_at)
 
     def allreduce(self, tensors, opts=dist.ReduceOp.SUM):
@@ -75,7 +81,12 @@ class ThrottledGroup(ShmProcessGroup):
         super()._allgather_base(packed, x, opts)
         return self._send(x.nbytes * (self.size() - 1), [packed])
 
+    def _reduce_scatter_base(self, output, packed, opts=dist.ReduceOp.SUM):
+        super()._reduce_scatter_base(output, packed, opts)
+        return self._send(packed.nbytes * (self.size() - 1) // self.size(), [output])
+
     all_to_all_single = alltoall_base
+    reduce_scatter_single = _reduce_scatter_base
     all_gather_single = _allgather_base
 
 

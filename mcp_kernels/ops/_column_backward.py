@@ -3,7 +3,8 @@
     dx = sum over ranks of sum_i dy_i @ weight_i, this rank's part along dim; all of it without dim
     dweight_i = dy_i.T @ x
 
-The sum over ranks starts before the dweights are computed and is finished after them.
+The sum over ranks starts before the dweights are computed and is finished after them. Where x is
+gathered anew, its parts travel while dx is computed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def reference(
     """``needs`` is for dx and each dweight; what is not needed comes back empty."""
     pg = _comm.resolve(group)
     needs_dx, *needs_dw = needs
-    finish = None
+    finish = arrive = None
+    if pg is not None and gather_dim is not None and not is_gathered and any(needs_dw):
+        arrive = _comm.start_gather(x, pg, gather_dim, gather_size)
     if needs_dx:
         dx = as_rows(dys[0]) @ weights[0]
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
@@ -45,8 +48,8 @@ def reference(
             finish = _comm.start_sum_over_ranks_(dx, pg)
         else:
             finish = dx.clone
-    if pg is not None and gather_dim is not None and not is_gathered and any(needs_dw):
-        x = _comm.gather(x, pg, gather_dim, gather_size)
+    if arrive is not None:
+        x = arrive()
     dws = _weight_gradients(dys, x, needs_dw)
     return x.new_empty(0) if finish is None else finish(), dws
 

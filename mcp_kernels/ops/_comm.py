@@ -18,6 +18,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 _NARROW_FLOATS = (torch.float16, torch.bfloat16)
@@ -83,8 +84,12 @@ Finish = Callable[[], Tensor]
 
 def start_sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Finish:
     """``sum_over_ranks_`` that may go on meanwhile; the result is there when it is called."""
-    if x.numel() == 0 or (x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x)):
-        return lambda: sum_over_ranks_(x, group)
+    if x.numel() == 0:
+        return lambda: x
+    if x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x):
+        flat = x.view(-1)
+        scattered = start_scatter_sum(flat, group, 0)
+        return lambda: flat.copy_(gather(scattered(), group, 0, flat.numel())).view_as(x)
     options = dist.AllreduceOptions()
     options.asyncOp = True
     work = group.allreduce([x], options)
@@ -102,12 +107,8 @@ def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     gloo rounds a 16-bit sum at each of its W - 1 hops, so above two ranks such a sum goes as a
     scatter of partial sums, added in float32, and a gather: the same bytes on the wire.
     """
-    if x.numel() == 0:
-        return x
-    if x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x):
-        flat = x.view(-1)
-        mine = scatter_sum(flat, group, 0)
-        return flat.copy_(gather(mine, group, 0, flat.numel())).view_as(x)
+    if x.numel() == 0 or (x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x)):
+        return start_sum_over_ranks_(x, group)()
     group.allreduce([x], dist.AllreduceOptions()).wait()
     return x
 
@@ -165,17 +166,41 @@ def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish
 
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Tensor:
     """The ranks' ``x`` joined along ``dim``; ``size`` is the joined size where it is uneven."""
+    return start_gather(x, group, dim, size)()
+
+
+def start_gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Finish:
+    """``gather`` that may go on meanwhile; the result is there when it is called."""
     world, local = group.size(), x.shape[dim]
     step = local if size is None else -(-size // world)
     if local < step:
         padded = x.new_zeros(*x.shape[:dim], step, *x.shape[dim + 1 :])
         padded.narrow(dim, 0, local).copy_(x)
         x = padded
-    parts = x.new_empty(world, *x.shape)
-    if parts.numel():
-        group._allgather_base(parts.view(-1), x.contiguous().view(-1)).wait()
-    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
-    return joined if size is None else joined.narrow(dim, 0, size).contiguous()
+    arrive = start_gather_parts(x, group)
+
+    def finish() -> Tensor:
+        joined = arrive().movedim(0, dim).flatten(dim, dim + 1)
+        return joined if size is None else joined.narrow(dim, 0, size).contiguous()
+
+    return finish
+
+
+def start_gather_parts(x: Tensor, group: dist.ProcessGroup) -> Finish:
+    """The ranks' ``x``, equal in shape, as ``[W, ...]``; there when it is called."""
+    x = x.contiguous()
+    parts = x.new_empty(group.size(), *x.shape)
+    if parts.numel() == 0:
+        return lambda: parts
+    options = AllgatherOptions()
+    options.asyncOp = True
+    work = group._allgather_base(parts.view(-1), x.view(-1), options)
+
+    def finish() -> Tensor:
+        work.wait()
+        return parts
+
+    return finish
 
 
 def check_gather_size(op: str, x: Tensor, dim: int, size: int | None, name: str) -> None:

@@ -52,8 +52,9 @@ def why_not(x: Tensor, group: str, num_bytes: int) -> str | None:
         return "one rank has nothing to share"
     module = sys.modules.get("mcp_kernels.shm.process_group")
     pg: Any = _comm.resolve(group)
-    if module is None or not isinstance(pg, module.ShmProcessGroup):
-        return f"the group's backend is {_comm.backend_name(pg, x)}, not shm"
+    backend = _comm.backend_name(pg, x)
+    if module is None or backend != "shm":
+        return f"the group's backend is {backend}, not shm"
     if len(pg.place.hosts) > 1:
         return f"the group's ranks stand on {len(pg.place.hosts)} hosts"
     if x.dtype not in FLOATS:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op, override
-from mcp_kernels.ops import _column_backward, _comm, _fused
+from mcp_kernels._op import General, define_op, override
+from mcp_kernels.ops import _column_backward, _comm, _fused, _overlap
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import WeightGradients, deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
@@ -164,6 +164,36 @@ def _ref(
     ys = [linear(gathered, weight, bias) for weight, bias in zip(weights, given, strict=True)]
     # An op must not return its input, so where x is all there is, nothing is returned.
     return ys, gathered if save_gathered and pg is not None else x.new_empty(0)
+
+
+def _overlapped(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int | None,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> tuple[list[Tensor], Tensor]:
+    """Rows are multiplied as they arrive, this rank's own before all."""
+    assert gather_dim is not None
+    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
+    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
+    multiply = _overlap.multiply_rows(ys, weights, biases)
+    gathered = _overlap.Gather(x, _comm.resolve(group), gather_dim).join(multiply)
+    return ys, gathered if save_gathered else x.new_empty(0)
+
+
+def _why_not_overlapped(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor],
+    group: str,
+    gather_dim: int | None,
+    gather_size: int | None,
+    save_gathered: bool,
+) -> str | None:
+    return _overlap.why_not_gather(x, group, gather_dim, gather_size)
 
 
 def _on_shm(
@@ -365,6 +395,7 @@ define_op(
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+    general=General("overlap", _overlapped, _why_not_overlapped),
 )
 define_op(_column_backward.SCHEMA, reference=_column_backward.reference, fake=_column_backward.fake)
 override("all_gather_matmul", _on_shm, "CPU", backend="shm", refuses=_refuses)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op, override
-from mcp_kernels.ops import _comm, _fused
+from mcp_kernels._op import General, define_op, override
+from mcp_kernels.ops import _comm, _fused, _overlap
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
@@ -68,6 +68,15 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
         return linear(x, weight, bias)
     # One rank adds the bias, so it is counted once and costs no pass over the sum.
     return _comm.sum_over_ranks_(linear(x, weight, bias if pg.rank() == 0 else None), pg)
+
+
+def _overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
+    pg: Any = _comm.resolve(group)
+    return _overlap.sum_of_product(x, weight, bias if pg.rank() == 0 else None, pg)
+
+
+def _why_not_overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> str | None:
+    return _overlap.why_not_product(x, weight.shape[0], group)
 
 
 def _on_shm(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
@@ -122,5 +131,6 @@ define_op(
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+    general=General("overlap", _overlapped, _why_not_overlapped),
 )
 override("matmul_all_reduce", _on_shm, "CPU", backend="shm", refuses=_refuses)

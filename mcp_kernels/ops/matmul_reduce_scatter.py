@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from mcp_kernels._op import define_op, override
-from mcp_kernels.ops import _comm, _fused
+from mcp_kernels._op import General, define_op, override
+from mcp_kernels.ops import _comm, _fused, _overlap
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
@@ -75,6 +75,20 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim
         packed = _comm.pack_by_rank(x, scatter_dim, world)
         return _comm.scatter_sum_packed(linear(packed, weight, bias), pg)
     return _comm.scatter_sum(linear(x, weight, bias), pg, scatter_dim)
+
+
+def _overlapped(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int
+) -> Tensor:
+    pg: Any = _comm.resolve(group)
+    own = bias if pg.rank() == 0 else None
+    return _overlap.scatter_of_product(x, weight, own, pg, scatter_dim)
+
+
+def _why_not_overlapped(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int
+) -> str | None:
+    return _overlap.why_not_scatter(x, weight.shape[0], group, scatter_dim)
 
 
 def _on_shm(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int) -> Tensor:
@@ -167,6 +181,39 @@ def _each(grads: tuple[Tensor | None, ...], like: Tensor) -> Any:
     return tuple(like.new_empty(0) if grad is None else grad for grad in grads)
 
 
+def _backward_overlapped(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of dx as their dy arrives, the others when all has."""
+    assert weight is not None
+    shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 : -1], weight.shape[1]]
+    dx = dy.new_empty(shape)
+    multiply = _overlap.multiply_rows([dx], [weight.t()], [])
+    full = _overlap.Gather(dy, _comm.resolve(group), dim).join(multiply)
+    _, dw, db = linear_backward(full, x, None, (False, needs[1], needs[2]))
+    return _each((dx, dw, db), dy)
+
+
+def _why_not_backward_overlapped(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    needs: list[bool],
+    group: str,
+    dim: int,
+    size: int,
+) -> str | None:
+    if not needs[0] or weight is None:
+        return "needs dx to compute while dy arrives"
+    return _overlap.why_not_gather(dy, group, dim, size)
+
+
 def _backward_on_shm(
     dy: Tensor,
     x: Tensor | None,
@@ -237,12 +284,14 @@ define_op(
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+    general=General("overlap", _overlapped, _why_not_overlapped),
 )
 define_op(
     "matmul_reduce_scatter_backward(Tensor dy, Tensor? x, Tensor? weight, bool[] needs, str group,"
     " int scatter_dim, int size) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     reference=_backward_ref,
     fake=_backward_fake,
+    general=General("overlap", _backward_overlapped, _why_not_backward_overlapped),
 )
 override("matmul_reduce_scatter", _on_shm, "CPU", backend="shm", refuses=_refuses)
 override(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from mcp_kernels.shm.base import ShmGroupBase, ShmOptions
 from mcp_kernels.shm.local import ANY_RANK
@@ -108,7 +109,7 @@ class ShmProcessGroup(ShmGroupBase):
         """Each rank's tensor into that rank's place in everyone's list."""
         xs = _listed(inputs)
         if not xs[0].is_cpu:
-            return self._elsewhere(xs[0], "allgather", outputs, inputs, _or(opts, "Allgather"))
+            return self._elsewhere(xs[0], "allgather", outputs, inputs, _or(opts, AllgatherOptions))
         rows = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
         self._gather_rows("all_gather", rows, xs[0])
         return DoneWork(rows)
@@ -129,7 +130,7 @@ class ShmProcessGroup(ShmGroupBase):
     def _allgather_base(self, packed: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Each rank's tensor [...] into its row of everyone's ``packed`` [W, ...]."""
         if not x.is_cpu:
-            return self._elsewhere(x, "_allgather_base", packed, x, _or(opts, "Allgather"))
+            return self._elsewhere(x, "_allgather_base", packed, x, _or(opts, AllgatherOptions))
         check_like("all_gather", "output", packed, x.numel() * self.size(), x.dtype)
         self._comm.all_gather_packed(packed, x)
         return DoneWork([packed])
@@ -142,7 +143,7 @@ class ShmProcessGroup(ShmGroupBase):
         """``_allgather_base`` of several pairs."""
         if inputs and not inputs[0].is_cpu:
             call = "allgather_into_tensor_coalesced"
-            return self._elsewhere(inputs[0], call, outputs, inputs, _or(opts, "Allgather"))
+            return self._elsewhere(inputs[0], call, outputs, inputs, _or(opts, AllgatherOptions))
         for packed, x in zip(outputs, inputs, strict=True):
             self._allgather_base(packed, x)
         return DoneWork(outputs)
@@ -188,7 +189,9 @@ class ShmProcessGroup(ShmGroupBase):
     ) -> Any:
         """``inputs[p]`` goes to rank p, ``outputs[p]`` comes from it."""
         if not inputs[0].is_cpu:
-            return self._elsewhere(inputs[0], "alltoall", outputs, inputs, _or(opts, "AllToAll"))
+            return self._elsewhere(
+                inputs[0], "alltoall", outputs, inputs, _or(opts, AllToAllOptions)
+            )
         if len(outputs) != self.size() or len(inputs) != self.size():
             raise ValueError(
                 f"all_to_all: inputs and outputs must be {self.size()} tensors each, got "
@@ -207,7 +210,7 @@ class ShmProcessGroup(ShmGroupBase):
     ) -> Any:
         """As ``alltoall`` on rows of one tensor; without sizes the rows are cut evenly."""
         if not packed.is_cpu:
-            args = (output, packed, output_sizes, input_sizes, _or(opts, "AllToAll"))
+            args = (output, packed, output_sizes, input_sizes, _or(opts, AllToAllOptions))
             return self._elsewhere(packed, "alltoall_base", *args)
         target = output if output.is_contiguous() else output.detach().contiguous()
         outs = _cut("output", target, output_sizes, self.size())
@@ -278,8 +281,8 @@ def _listed(tensors: Any) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-def _or(opts: Any, kind: str) -> Any:
-    return getattr(dist, f"{kind}Options")() if opts is None else opts
+def _or(opts: Any, kind: Any) -> Any:
+    return kind() if opts is None else opts
 
 
 def _own_rows(op: str, name: str, lists: Any, is_root: bool, size: int) -> list[Tensor]:
