@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_matmul import Case, carried, count_collectives, make
+from parallel_matmul import Case, carried, count_collectives, make, needs_shm
 from ranks import RankPool
 
 from mcp_kernels import (
@@ -22,7 +22,7 @@ from mcp_kernels import (
     reference_only,
     which_backend,
 )
-from mcp_kernels.ops import _overlap_group
+from mcp_kernels.ops import _comm, _overlap_group
 from mcp_kernels.ops._overlap_cut import MOST_PIECES, cut_gather, cut_product, steps_of
 
 CASE = Case((2, 12), 24, 16, has_bias=True)
@@ -74,8 +74,20 @@ def test_pieces_are_sent_while_others_are_computed(ranks: RankPool, world: int) 
 
 
 def _never_waits(rank: int, world: int, index: int, products: int) -> None:
-    """Rank 1 stays away until rank 0 has computed all that needs nothing of it."""
     name, _, call = _calls(rank, world)[index]
+    _overlap_group.why_not(torch.zeros(1), _comm.group_name(None))  # asked, once for a group
+    _run_ahead(rank, name, products, call)
+
+
+def _gathers_again(rank: int, world: int) -> None:
+    """Backward without the gathered x: dx = dy @ weight, while x comes."""
+    part = make(CASE, torch.float64, world, split="out", dim=1, requires_grad=True).local(rank)
+    y = all_gather_matmul(part.x, part.weight, gather_dim=1, save_gathered=False)
+    _run_ahead(rank, "backward", 1, y.sum().backward)
+
+
+def _run_ahead(rank: int, name: str, products: int, call: Any) -> None:
+    """Rank 1 stays away until rank 0 has computed all that needs nothing of it."""
     store = dist.distributed_c10d._get_default_store()
     key = f"computed {name} {dist.distributed_c10d._world.group_count}"
     kept = {product: getattr(torch, product) for product in ("mm", "addmm")}
@@ -91,7 +103,6 @@ def _never_waits(rank: int, world: int, index: int, products: int) -> None:
 
         return run
 
-    _overlap_group.why_not(torch.zeros(1), dist.group.WORLD.group_name)  # pyright: ignore[reportOptionalMemberAccess]
     if rank == 1:
         store.wait([key], timedelta(seconds=10))
     try:
@@ -111,6 +122,11 @@ def test_nobody_waits_before_its_products_are_done(
     ranks: RankPool, index: int, products: int
 ) -> None:
     ranks.run(carried, "hosts", _never_waits, index, products, ranks=2)
+
+
+@pytest.mark.parametrize("carrier", ["gloo", pytest.param("shm", marks=needs_shm)])
+def test_x_is_gathered_again_while_dx_is_computed(ranks: RankPool, carrier: str) -> None:
+    ranks.run(carried, carrier, _gathers_again, ranks=2)
 
 
 def _equal_bits(rank: int, world: int) -> None:
@@ -167,8 +183,8 @@ def _host(rank: int, world: int) -> int:
     return _overlap_group.host_number()
 
 
+@needs_shm
 def test_other_carriers_say_why_not(ranks: RankPool) -> None:
-    pytest.importorskip("mcp_kernels._shm")
     ranks.run(carried, "shm", _refused_by_shm, ranks=2)
     assert _overlap_group.why_not(torch.zeros(1), "") == "one rank has nothing to send"
 

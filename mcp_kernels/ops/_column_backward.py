@@ -38,7 +38,7 @@ def reference(
     if pg is not None and gather_dim is not None and not is_gathered and any(needs_dw):
         arrive = _comm.start_gather(x, pg, gather_dim, gather_size)
     if needs_dx:
-        dx = as_rows(dys[0]) @ weights[0]
+        dx = torch.mm(as_rows(dys[0]), weights[0])
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(as_rows(dy), weight)
         dx = dx.view(*dys[0].shape[:-1], dx.shape[-1])
@@ -72,11 +72,20 @@ def on_shm(
     if space is None:
         args = (dys, weights, x, needs, group, gather_dim, gather_size, is_gathered)
         return reference(*args)
+    name = "all_gather_matmul"
+    pairs = [(as_rows(dy), weight) for dy, weight in zip(dys, weights, strict=True)]
+    has_first = False
     if gather_dim is not None and not is_gathered and any(needs_dw):
         sizes = [x.shape[gather_dim]] * space.world
         if gather_size is not None:
             sizes = _comm.split_sizes(gather_size, space.world)
-        x = _fused.gather_rows(space, "all_gather_matmul", x, gather_dim, sizes, _nothing)
+        has_first = needs_dx  # its first block, while the others' parts of x come
+
+        def compute_first(slot: int) -> None:
+            _fused.compute_first(space, slot, pairs)
+
+        meanwhile = compute_first if has_first else None
+        x = _fused.gather_rows(space, name, x, gather_dim, sizes, _nothing, meanwhile)
     dws: list[Tensor] = []
     if not needs_dx:
         return x.new_empty(0), _weight_gradients(dys, x, needs_dw)
@@ -85,14 +94,14 @@ def on_shm(
         region = _fused.part_along(shape, gather_dim, space.rank, space.world)
         shape[gather_dim] = _comm.split_sizes(shape[gather_dim], space.world)[space.rank]
     dx = x.new_empty(shape)
-    pairs = [(as_rows(dy), weight) for dy, weight in zip(dys, weights, strict=True)]
     _fused.sum_of_products(
         space,
-        "all_gather_matmul",
+        name,
         pairs,
         region,
         dx,
         meanwhile=lambda: dws.extend(_weight_gradients(dys, x, needs_dw)),
+        has_first=has_first,
     )
     return dx, dws
 

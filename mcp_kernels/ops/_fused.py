@@ -179,6 +179,7 @@ def sum_of_products(
     out: Tensor,
     bias: Tensor | None = None,
     meanwhile: Callable[[], None] | None = None,
+    has_first: bool = False,
 ) -> Tensor:
     """``sum over ranks and pairs of a @ b``, plus ``bias`` once: this rank's region into ``out``.
 
@@ -190,6 +191,7 @@ def sum_of_products(
         out: contiguous ``[M / period * height, num_columns]``, written.
         bias: contiguous ``[N]``.
         meanwhile: runs once all products are published and before the last are summed.
+        has_first: ``compute_first`` has run, since the workspace's call before.
     """
     (left, right), *more = pairs
     rows, columns, dtype = left.shape[0], right.shape[1], left.dtype
@@ -208,12 +210,20 @@ def sum_of_products(
             shm.publish_whole()  # and all the rest, in one call
             return out
         for number, block in enumerate(blocks):
-            _compute(space, slot if number == 0 else shm.next_slot(), block, pairs)
+            if number > 0 or not has_first:
+                _compute(space, slot if number == 0 else shm.next_slot(), block, pairs)
             shm.publish_sum(*block)
         if meanwhile is not None:
             meanwhile()
         shm.finish()
     return out
+
+
+def compute_first(space: Workspace, slot: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """The first block of ``sum_of_products(pairs)``, ahead of its call, into the next slot."""
+    (left, right), *_ = pairs
+    blocks = blocks_of(left.shape[0], right.shape[1], left.dtype.itemsize, space.slot_bytes)
+    _compute(space, slot, blocks[0], pairs)
 
 
 def _compute(
@@ -236,6 +246,7 @@ def gather_rows(
     dim: int,
     sizes: Sequence[int],
     multiply: Callable[[Tensor, int, int], None],
+    meanwhile: Callable[[int], None] | None = None,
 ) -> Tensor:
     """The ranks' parts joined along ``dim``; rows are multiplied as they arrive.
 
@@ -247,6 +258,8 @@ def gather_rows(
         sizes: of every rank's part along ``dim``.
         multiply: gets the joined ``[M, K]`` with the first and the last row plus one that it may
             read; all rows are covered, in blocks that depend on the shapes alone.
+        meanwhile: runs once this rank's part is published, before the others' are waited for; gets
+            the slot that the next call of the workspace begins with.
 
     Returns:
         The joined tensor, contiguous.
@@ -258,6 +271,7 @@ def gather_rows(
     room = space.slot_bytes // x.element_size()
     num_pieces = -(-outer * inner * max(sizes) // room)
     if num_pieces == 0:
+        assert meanwhile is None
         multiply(rows, 0, rows.shape[0])
         return joined
     # Rows of one rank stand together, and are enough for a matmul of their own.
@@ -272,6 +286,8 @@ def gather_rows(
             if piece is not None:
                 space.slot(slot, x.dtype, 1, piece.numel()).view(piece.shape).copy_(piece)
             shm.publish_piece()
+        if meanwhile is not None:
+            meanwhile(shm.next_slot())
         for distance in range(space.world if by_rank else 0):
             peer = (space.rank + distance) % space.world
             begin = height * sum(sizes[:peer])
