@@ -76,14 +76,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attn_bwd(
     Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
     OptionalTensor bias, OptionalTensor alibi_slopes, OptionalTensor sink, OptionalTensor rng,
     bool needs_dbias, double softmax_scale, int64_t window_left, int64_t window_right,
-    bool top_left, double softcap, double dropout_p) {
+    bool top_left, double softcap, double dropout_p, OptionalTensor delta) {
   constexpr const char* kOp = "flash_attn_bwd";
   Call call;
   FlashAttnArgs& args = call.args;
   set_batch(kOp, q, k, v, bias, call);
   set_options(kOp, {softmax_scale, window_left, window_right, top_left, softcap, dropout_p}, args);
   set_row_terms(kOp, alibi_slopes, sink, rng, dropout_p, call);
-  set_results(kOp, dout, dlse, q, v, out, lse, call);
+  set_results(kOp, dout, dlse, delta, q, v, out, lse, call);
   for (AttnSequence& seq : call.sequences) seq.dout = seq.batch * dout.stride(0);
   Tensor dbias = torch::stable::new_empty(q, {0});
   if (needs_dbias) dbias = make_dbias(q, k, *bias, args);

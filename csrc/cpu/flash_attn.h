@@ -4,7 +4,8 @@
 //   lse = log(sum_j exp S_j + exp sink)         P = exp(S - lse)
 //   out = (P * keep / (1 - p)) v
 //   dP = dout v^T * keep / (1 - p)              delta = rowsum(P dP) - dlse, or with
-//   dS = P * (dP - delta)                       rowsum(dout out) where out is not 16-bit
+//   dS = P * (dP - delta)                       rowsum(dout out) where out is not 16-bit, or it
+//                                               is given where the keys are a part of all
 //   dq = scale * dS k     dk = scale * dS^T q   dv = (P * keep / (1 - p))^T dout
 //
 // Source: Dao, "FlashAttention-2", 2023; blocks of scores stay in cache, keys are packed once for
@@ -100,6 +101,8 @@ struct FlashAttnArgs {
   void* lse;               // float32 (float64 for float64); read in backward
   int64_t lse_head;        // stride by head
   const void* dlse;        // laid out as lse, null: none
+  const void* delta;       // the same; read in place of dlse and out where k and v are a part of
+                           // the keys that lse is of. Null: it is made of them
   void *dq, *dk, *dv;      // [rows, H, D], [keys, N, D], [keys, N, E]
   void* dbias;             // float32 (float64), contiguous; null: not wanted
   AttnBias dbias_strides;  // strides of dbias

@@ -40,7 +40,7 @@ void pack_query_row(const FlashAttnArgs& args, const AttnHead& head, const AttnT
 }
 
 // Rows [first, last) into q_rows, do_rows and lse; delta = rowsum(dout out) - dlse, the sum only
-// where out is not narrow.
+// where out is not narrow; or delta as it is given.
 template <class S, class E>
 void pack_rows(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t last) {
   using T = typename S::Scalar;
@@ -68,6 +68,8 @@ void pack_rows(const FlashAttnArgs& args, AttnHead& head, int64_t first, int64_t
     head_lse[m] = is_dead ? std::numeric_limits<T>::infinity() : lse;
     head_delta[m] = S::reduce_add(sum);
     if (args.dlse != nullptr && !is_dead) head_delta[m] -= static_cast<const T*>(args.dlse)[at];
+    if (args.delta != nullptr)
+      head_delta[m] = is_dead ? T{0} : static_cast<const T*>(args.delta)[at];
   }
   if (!check.is_finite()) head.is_finite.store(false, std::memory_order_relaxed);
 }

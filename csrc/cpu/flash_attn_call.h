@@ -170,8 +170,8 @@ inline void set_row_terms(const char* op, const OptionalTensor& slopes, const Op
 
 // What a backward call adds: dout, dlse and the results of forward.
 inline void set_results(const char* op, const Tensor& dout, const OptionalTensor& dlse,
-                        const Tensor& q, const Tensor& v, const Tensor& out, const Tensor& lse,
-                        Call& call) {
+                        const OptionalTensor& delta, const Tensor& q, const Tensor& v,
+                        const Tensor& out, const Tensor& lse, Call& call) {
   FlashAttnArgs& args = call.args;
   const int64_t rank = q.dim();
   check_rank_and_type(op, "dout", dout, rank, q.scalar_type());
@@ -189,6 +189,10 @@ inline void set_results(const char* op, const Tensor& dout, const OptionalTensor
   if (dlse) {
     check_numel(op, "dlse", *dlse, lse.numel());
     args.dlse = call.keep(values_of(*dlse, sum_type(q)));
+  }
+  if (delta) {
+    check_numel(op, "delta", *delta, lse.numel());
+    args.delta = call.keep(values_of(*delta, sum_type(q)));
   }
 }
 

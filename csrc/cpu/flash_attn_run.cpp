@@ -330,7 +330,7 @@ void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,
       if (i < num_key_tasks) return body.pack_keys(args, *part.head, part.first, part.last, true);
       body.pack_rows(args, *part.head, part.first, part.last);
     });
-    if (body.add_deltas != nullptr) {
+    if (body.add_deltas != nullptr && args.delta == nullptr) {
       const std::vector<Part> blocks = cut(heads, count, kAttnRows, num_rows);
       const int64_t num_blocks = static_cast<int64_t>(blocks.size());
       work.share(num_blocks, [&](int64_t i, int64_t worker) {

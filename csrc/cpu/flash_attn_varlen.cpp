@@ -84,14 +84,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_attn_varlen_bwd(
     Tensor dout, OptionalTensor dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
     Tensor cu_seqlens_q, Tensor cu_seqlens_k, OptionalTensor alibi_slopes, OptionalTensor sink,
     OptionalTensor rng, double softmax_scale, int64_t window_left, int64_t window_right,
-    bool top_left, double softcap, double dropout_p) {
+    bool top_left, double softcap, double dropout_p, OptionalTensor delta) {
   constexpr const char* kOp = "flash_attn_varlen_bwd";
   Call call;
   FlashAttnArgs& args = call.args;
   const Used used = set_sequences(kOp, q, k, v, cu_seqlens_q, cu_seqlens_k, call);
   set_options(kOp, {softmax_scale, window_left, window_right, top_left, softcap, dropout_p}, args);
   set_row_terms(kOp, alibi_slopes, sink, rng, dropout_p, call);
-  set_results(kOp, dout, dlse, q, v, out, lse, call);
+  set_results(kOp, dout, dlse, delta, q, v, out, lse, call);
   for (AttnSequence& seq : call.sequences) seq.dout = seq.first_row * dout.stride(0);
   std::vector<double> dsink_of_head(sink ? args.num_sequences * args.heads : 0);
   args.dsink_of_head = dsink_of_head.data();

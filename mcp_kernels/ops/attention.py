@@ -4,9 +4,12 @@ The public functions of this file carry FlashAttention-2's names, order and defa
 ``[B, S, H, D]``; everything more is keyword-only. The formulas are in ``attention_reference.py``.
 
     flash_attn(q, k, v, bias, slopes, sink, rng, *options) -> (out, lse)
-    flash_attn_bwd(dout, dlse, q, k, v, out, lse, ...) -> (dq, dk, dv, dbias, dsink)
+    flash_attn_bwd(dout, dlse, q, k, v, out, lse, ..., delta=None) -> (dq, dk, dv, dbias, dsink)
 
 Both may be differentiated: the backward of the backward recomputes with plain torch operations.
+Where ``k`` and ``v`` are a part of the keys that the rows saw (a block of ring attention), the
+backward of that part takes the ``lse`` of all keys and their ``delta = rowsum(dout out) - dlse``,
+``[B, H, Sq]`` as lse, which a part cannot know; ``dlse`` and ``out`` are not read then.
 
 Letters: B = batch, Sq / Sk = query rows / keys, H = query heads, N = KV heads, D = head dim of q
 and k, E = head dim of v and out.
@@ -14,6 +17,7 @@ and k, E = head dim of v and out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,13 +42,20 @@ _FORWARD = (
 _BACKWARD = (
     "flash_attn_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
     " Tensor lse, Tensor? bias, Tensor? alibi_slopes, Tensor? sink, Tensor? rng, bool needs_dbias,"
-    f" {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
+    f" {_OPTIONS}, Tensor? delta=None)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)"
 )
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
     """float32, or float64 for float64 inputs."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+def split_delta(options: Sequence[Any]) -> tuple[tuple[Any, ...], Tensor | None]:
+    """The options of a backward call and what follows them: the dispatcher leaves None out."""
+    count = len(AttentionOptions._fields)
+    return tuple(options[:count]), options[count] if len(options) > count else None
 
 
 def make_inputs(
@@ -140,11 +151,12 @@ def _backward_ref(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     bias, slopes, sink, rng, needs_dbias, *options = rest
+    options, delta = split_delta(options)
     inputs = make_inputs((q, k, v), bias, slopes, sink, rng, AttentionOptions(*options))
     dbias = None
     if needs_dbias:
         dbias = torch.zeros(bias.shape, dtype=inputs.compute_dtype, device=bias.device)
-    dq, dk, dv, dsink = attention_backward(inputs, dout, dlse, lse, dbias)
+    dq, dk, dv, dsink = attention_backward(inputs, dout, dlse, lse, dbias, delta)
     dsink = q.new_empty(0) if dsink is None else dsink.to(sink.dtype)
     return dq, dk, dv, q.new_empty(0) if dbias is None else dbias.to(bias.dtype), dsink
 
@@ -165,14 +177,29 @@ def _backward_fake(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsink
 
 
+def refuse_second_gradients(op: str, *, is_part: bool) -> None:
+    """A part of the keys alone has no second derivative.
+
+    Raises:
+        RuntimeError: the call was given its ``delta``.
+    """
+    if is_part:
+        raise RuntimeError(
+            f"{op}: delta must be None to be differentiated again, got a tensor; "
+            "differentiate attention over all keys"
+        )
+
+
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     dout, dlse, q, k, v, _, _, bias, slopes, sink, rng, ctx.needs_dbias, *options = inputs
     ctx.set_materialize_grads(False)
-    ctx.options = options
+    ctx.options, delta = split_delta(options)
+    ctx.is_part = delta is not None
     ctx.save_for_backward(dout, dlse, q, k, v, bias, slopes, sink, rng)
 
 
 def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    refuse_second_gradients("flash_attn_bwd", is_part=ctx.is_part)
     dout, dlse, q, k, v, bias, slopes, sink, rng = ctx.saved_tensors
     options = AttentionOptions(*ctx.options)
 
@@ -187,7 +214,7 @@ def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         (True, True, True, ctx.needs_dbias, True),
         grads,
     )
-    rest = [None] * (2 + len(ctx.options))
+    rest = [None] * (3 + len(ctx.options))
     return d_dout, d_dlse, dq, dk, dv, None, None, dbias, None, dsink, *rest
 
 

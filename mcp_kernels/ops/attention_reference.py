@@ -78,6 +78,7 @@ def attention_backward(
     dlse: Tensor | None,
     lse: Tensor,
     dbias: Tensor | None,
+    given_delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients (dq, dk, dv, dsink): contiguous, of the dtypes of q, k and v, and of lse's.
 
@@ -88,6 +89,8 @@ def attention_backward(
         lse: result of forward.
         dbias: where given, the bias's gradient is added to it; of size 1 where the bias was
             broadcast.
+        given_delta: where ``inputs`` hold a part of the keys that ``lse`` is of: rowsum(P dP) -
+            dlse over all of them, shaped like lse.
     """
     plan = inputs.plan(dout)
     dq = torch.zeros(inputs.q.shape, dtype=inputs.q.dtype, device=inputs.q.device)
@@ -98,10 +101,14 @@ def attention_backward(
     # A row that saw no key: with lse = +inf all its probabilities are 0, without 0 * inf.
     is_dead = lse == -math.inf
     base = (lse * inputs.unit).masked_fill_(is_dead, math.inf)
-    delta = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(is_dead, 0.0).neg_()
+    if given_delta is not None:
+        delta = given_delta.masked_fill(is_dead, 0.0)
+    else:
+        delta = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(is_dead, 0.0).neg_()
     if plan.num_keys and lse.numel():
         for chunk in plan.chunks():
-            _backward_chunk(inputs, plan, chunk, (dout, delta, base), (dq, dk, dv, dbias))
+            row_terms = (dout, delta, base, given_delta is None)
+            _backward_chunk(inputs, plan, chunk, row_terms, (dq, dk, dv, dbias))
     dsink = None
     if inputs.sink is not None:
         p_sink = (inputs.sink.to(lse.dtype)[None, :, None] - lse).exp_()
@@ -113,11 +120,14 @@ def _backward_chunk(
     inputs: AttentionInputs,
     plan: Plan,
     chunk: Chunk,
-    row_terms: tuple[Tensor, Tensor, Tensor],
+    row_terms: tuple[Tensor, Tensor, Tensor, bool],
     grads: tuple[Tensor, Tensor, Tensor, Tensor | None],
 ) -> None:
-    """Add one chunk's part to (dq, dk, dv, dbias) and to delta, given (dout, delta, lse * unit)."""
-    dout, delta, base = row_terms
+    """Add one chunk's part to (dq, dk, dv, dbias), given (dout, delta, lse * unit).
+
+    Where the fourth term says so, rowsum(P dP) is still to be added to delta, in place.
+    """
+    dout, delta, base, sums_delta = row_terms
     dq, dk, dv, dbias = grads
     scale = inputs.options.softmax_scale
     k_nKD, v_nKE = take_keys(inputs.k, inputs, chunk), take_keys(inputs.v, inputs, chunk)
@@ -136,8 +146,11 @@ def _backward_chunk(
             ds.mul_(factors)
             dropped = p * factors
         _accumulate(dv_nKE, keys, dropped.flatten(1, 2), do_nME)
-        row_delta = take_row_values(delta, chunk, block, ds) + ds.mul_(p).sum(-1, keepdim=True)
-        store_row_values(row_delta, delta, chunk, block)
+        row_delta = take_row_values(delta, chunk, block, ds)
+        ds.mul_(p)
+        if sums_delta:
+            row_delta = row_delta + ds.sum(-1, keepdim=True)
+            store_row_values(row_delta, delta, chunk, block)
         ds.addcmul_(p, row_delta, value=-1)
         if dbias is not None:
             add_bias_gradient(dbias, ds, chunk, block)

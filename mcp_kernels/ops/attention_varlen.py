@@ -11,14 +11,19 @@ and k, E = head dim of v.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcp_kernels._op import call, define_op
-from mcp_kernels.ops.attention import lse_dtype, make_inputs
+from mcp_kernels.ops.attention import (
+    lse_dtype,
+    make_inputs,
+    refuse_second_gradients,
+    split_delta,
+)
 from mcp_kernels.ops.attention_composite import attention_composite, second_gradients
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
@@ -104,6 +109,12 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     return dq, dk, dv, None, None, None, dsink, None, *([None] * len(ctx.options))
 
 
+def _without_delta(rest: Sequence[Any]) -> tuple[Sequence[Any], Tensor | None]:
+    """(cu_seqlens, slopes, sink, rng and options) of a backward call, and its ``delta``."""
+    options, delta = split_delta(rest[5:])
+    return (*rest[:5], *options), delta
+
+
 def _backward_ref(
     dout: Tensor,
     dlse: Tensor | None,
@@ -115,12 +126,18 @@ def _backward_ref(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    rest, delta = _without_delta(rest)
     sink = rest[3]
     dsink = q.new_empty(0) if sink is None else torch.zeros_like(sink, dtype=lse.dtype)
     for rows, keys, inputs in _sequences((q, k, v), *rest):
         own_dlse = None if dlse is None else dlse[None, :, rows]
         own_dq, own_dk, own_dv, own_dsink = attention_backward(
-            inputs, dout[None, rows], own_dlse, lse[None, :, rows], None
+            inputs,
+            dout[None, rows],
+            own_dlse,
+            lse[None, :, rows],
+            None,
+            None if delta is None else delta[None, :, rows],
         )
         dq[rows], dk[keys], dv[keys] = own_dq[0], own_dk[0], own_dv[0]
         if own_dsink is not None:
@@ -139,11 +156,14 @@ def _backward_fake(
 def _backward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     dout, dlse, q, k, v, _, _, *rest = inputs
     ctx.set_materialize_grads(False)
+    rest, delta = _without_delta(rest)
+    ctx.is_part = delta is not None
     ctx.options = rest[5:]
     ctx.save_for_backward(dout, dlse, q, k, v, *rest[:5])
 
 
 def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+    refuse_second_gradients("flash_attn_varlen_bwd", is_part=ctx.is_part)
     dout, dlse, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sink, rng = ctx.saved_tensors
 
     def composite(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,7 +179,7 @@ def _backward_backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
     d_dout, d_dlse, dq, dk, dv, dsink = second_gradients(
         composite, (q, k, v, sink), dout, dlse, (True, True, True, True), grads
     )
-    rest = [None] * (1 + len(ctx.options))
+    rest = [None] * (2 + len(ctx.options))
     return d_dout, d_dlse, dq, dk, dv, None, None, None, None, None, dsink, *rest
 
 
@@ -172,7 +192,8 @@ define_op(
 )
 define_op(
     "flash_attn_varlen_bwd(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out,"
-    f" Tensor lse, {_COMMON}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+    f" Tensor lse, {_COMMON}, Tensor? delta=None)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
     reference=_backward_ref,
     fake=_backward_fake,
     backward=_backward_backward,

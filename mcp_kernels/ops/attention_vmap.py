@@ -40,7 +40,9 @@ def vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     """The rule of ``flash_attn_bwd``."""
     dout, dlse, *tensors = args[:7]
     bias, slopes, sink, rng, needs_dbias, *options = args[7:]
-    if _must_loop(info, in_dims[9], in_dims[10], sink, options[-1], sums_sink=True):
+    is_part = any(value is not None for value in options[_NUM_OPTIONS:])
+    options = options[:_NUM_OPTIONS]
+    if is_part or _must_loop(info, in_dims[9], in_dims[10], sink, options[-1], sums_sink=True):
         return _loop(torch.ops.mcp_kernels.flash_attn_bwd, info, in_dims, args)
     fold = _Fold(info.batch_size)
     folded = [fold(t, dim) for t, dim in zip(tensors, in_dims[2:7], strict=True)]

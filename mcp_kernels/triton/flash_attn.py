@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mcp_kernels.ops.attention import split_delta
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.triton.flash_attn_backward import run_backward
 from mcp_kernels.triton.flash_attn_cache import Cache, append, full_cache, rotate_at
@@ -52,8 +53,9 @@ def flash_attn_bwd(  # noqa: PLR0913
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The body of ``flash_attn_bwd``."""
+    options, delta = split_delta(options)
     problem = make_problem(q, k, v, bias, alibi_slopes, sink, rng, *options)
-    return run_backward(problem, dout, dlse, out, lse, needs_dbias=needs_dbias)
+    return run_backward(problem, dout, dlse, out, lse, needs_dbias=needs_dbias, delta=delta)
 
 
 def flash_attn_varlen(
@@ -94,13 +96,16 @@ def flash_attn_varlen_bwd(  # noqa: PLR0913
     *options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The body of ``flash_attn_varlen_bwd``."""
+    options, delta = split_delta(options)
     problem = _varlen_problem(
         (q, k, v), cu_seqlens_q, cu_seqlens_k, alibi_slopes, sink, rng, options
     )
     if problem is None:
         dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         return dq, dk, dv, q.new_empty(0) if sink is None else torch.zeros_like(sink)
-    dq, dk, dv, _, dsink = run_backward(problem, dout, dlse, out, lse, needs_dbias=False)
+    dq, dk, dv, _, dsink = run_backward(
+        problem, dout, dlse, out, lse, needs_dbias=False, delta=delta
+    )
     return dq, dk, dv, dsink
 
 

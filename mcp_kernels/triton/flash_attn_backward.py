@@ -25,11 +25,18 @@ def run_backward(
     lse: Tensor,
     *,
     needs_dbias: bool,
+    delta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dbias, dsink); what was not asked for is empty."""
+    """(dq, dk, dv, dbias, dsink); what was not asked for is empty.
+
+    ``delta`` is given where the keys are a part of those that ``lse`` is of.
+    """
     device, dout = problem.q.device, unit_stride(dout)
-    delta = torch.empty_like(lse)
-    delta_launch(problem, dout, out, dlse, lse, delta).run(device)
+    if delta is not None:
+        delta = torch.empty_like(lse).copy_(delta)
+    else:
+        delta = torch.empty_like(lse)
+        delta_launch(problem, dout, out, dlse, lse, delta).run(device)
     dq, dk, dv = (
         torch.empty(t.shape, dtype=t.dtype, device=device)
         for t in (problem.q, problem.k, problem.v)
