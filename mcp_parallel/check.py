@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
-from mcp_parallel.rules import batch, data, layout, optimizer, values, zero
+from mcp_parallel.rules import batch, context, data, layout, optimizer, values, zero
 from mcp_parallel.rules.problem import Problem
 
 _MAX_RANKS = 1 << 20
@@ -35,6 +35,7 @@ _LAYOUT = (
             }
         ),
     ),
+    _Family((context.context_problems,), frozenset({"model.seq_len", "parallel.cp"})),
     _Family(
         (layout.stage_problems,),
         frozenset({"model.num_layers", "parallel.pp", "parallel.virtual_stages"}),
@@ -54,6 +55,12 @@ _LAYOUT = (
     _Family(
         (zero.replica_problems,),
         frozenset({"parallel.zero", "parallel.dp", "parallel.dp_replicate"}),
+    ),
+)
+_DOCUMENTS = (
+    _Family(
+        (context.document_problems,),
+        frozenset({"model.vocab_size", "data.document_separator"}),
     ),
 )
 _OPTIMIZER = (
@@ -99,6 +106,7 @@ def find_problems(config: Config, world_size: int | None = None) -> list[Problem
     problems += values.relation_problems(config)
     problems += _run(_LAYOUT, config, out_of_range)
     problems += _run(_OPTIMIZER, config, out_of_range)
+    problems += _run(_DOCUMENTS, config, out_of_range)
     problems += _run(_FILES, config, out_of_range)
     if world_size is not None and not out_of_range & _DEGREES:
         problems += _world_problems(config, world_size)

@@ -20,6 +20,7 @@ from mcp_parallel.config_amp import (
 from mcp_parallel.errors import ConfigError, joined, shown
 from mcp_parallel.presets import PRESETS
 
+CpAttention = Literal["ring", "all_gather"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 
 
@@ -70,7 +71,10 @@ class ParallelConfig:
     pp: int = 1
     """Ranks that the layers are spread over."""
     cp: int = 1
-    """Ranks that share each sequence."""
+    """Ranks that share each sequence, of a multiple of 2 * cp positions."""
+    cp_attention: CpAttention = "ring"
+    """How keys and values reach the ranks that share a sequence: block by block round a ring while
+    each works, or all of them at once; no effect with cp = 1."""
     zero: int = 0
     """What dp * cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
     With dp * cp / dp_replicate = 1 there is nothing to shard and each level runs as 0."""
@@ -134,6 +138,11 @@ class DataConfig:
     """A text file, a folder of them (both read as bytes), or a token file ``.bin``."""
     seed: int = 0
     """Seed of the order of samples."""
+    document_masking: bool = False
+    """Attention stays within documents: files of text, and what document_separator ends. Positions
+    and targets go on through them."""
+    document_separator: int | None = None
+    """Token that ends a document and belongs to it; needed where path is a token file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcp_parallel.config import ParallelConfig, Schedule
+from mcp_parallel.config import CpAttention, ParallelConfig, Schedule
 from mcp_parallel.schedules.action import V_SHAPED, owner_of, stage_of
 
 
@@ -31,6 +31,7 @@ class Layout:
     virtual_stages: int = 1
     sequence_parallel: bool = True
     dp_replicate: int = 1
+    cp_attention: CpAttention = "ring"
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
@@ -45,6 +46,7 @@ class Layout:
             virtual_stages=parallel.virtual_stages,
             sequence_parallel=parallel.sequence_parallel,
             dp_replicate=parallel.dp_replicate,
+            cp_attention=parallel.cp_attention,
         )
 
     @property

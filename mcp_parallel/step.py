@@ -16,6 +16,7 @@ from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.optim.lower_tier import LowerTier
 from mcp_parallel.parallel.clock import Occupation, bubbles
+from mcp_parallel.parallel.context import split_of
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.mesh import DATA, Mesh
@@ -77,6 +78,7 @@ class TrainingStep:
         self._stage_loss = build_stage_loss(self.stages, config, model_mesh)
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)
         self._tokens = _TokenCount(mesh)
+        self._split = split_of(config, mesh)
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
@@ -84,7 +86,13 @@ class TrainingStep:
         return range(self.mesh.coordinate.dp * share, (self.mesh.coordinate.dp + 1) * share)
 
     def __call__(
-        self, inputs: Tensor, targets: Tensor, lr: float, *, stop: bool = False
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        lr: float,
+        *,
+        documents: Tensor | None = None,
+        stop: bool = False,
     ) -> StepResult:
         """Train on one global batch; collective over the mesh.
 
@@ -92,11 +100,15 @@ class TrainingStep:
             inputs: this replica's rows, int64 ``[rows, S]``.
             targets: next tokens, int64 ``[rows, S]``, ``IGNORED`` where there is none.
             lr: learning rate of this update.
+            documents: int64 ``[rows, S]``, where the document of each position begins; given, no
+                position sees another document's.
             stop: this rank was asked to stop; every rank learns of it in the result.
         """
+        if self._split is not None:
+            inputs, targets = self._split.take(inputs), self._split.take(targets)
         self._tokens.start((targets != IGNORED).sum())
         self.gradients.zero()
-        loss = self.executor.run(inputs, targets)
+        loss = self.executor.run(inputs, targets, documents)
         self.gradients.finish()
         result, switches = self._totals(loss, stop)
         if not result.is_finite:

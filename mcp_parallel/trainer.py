@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
-from mcp_parallel.data.source import Data, open_data, source_of
+from mcp_parallel.data.source import Data, documents_of, open_data, source_of
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
@@ -86,12 +86,15 @@ class Trainer:
 
     def _train_one_step(self) -> StepResult:
         start = time.perf_counter()
-        inputs, targets = self.data.batch(self.step, self.train_step.rows())
+        rows = self.train_step.rows()
+        inputs, targets = self.data.batch(self.step, rows)
+        documents = documents_of(self.data, self.config, self.step, rows)
         lr = learning_rate(self.step, self.config.train)
         result = self.train_step(
             torch.from_numpy(inputs).to(self.context.device),
             torch.from_numpy(targets).to(self.context.device),
             lr,
+            documents=None if documents is None else torch.from_numpy(documents),
             stop=self.context.stop_requested(),
         )
         self.monitor.record(self.step, result, lr, time.perf_counter() - start)

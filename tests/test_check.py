@@ -50,7 +50,7 @@ BAD = [
     ),
     ("--tp 2 --world-size 7", "parallel.dp", "1 * 2 * 1 * 1 = 2"),
     ("--dp 2 --world-size 8", "parallel.dp", "2 * 1 * 1 * 1 = 2"),
-    ("--cp 2", "parallel.cp", "2"),
+    ("--cp 3", "model.seq_len", "128"),
     ("--zero 4", "parallel.zero", "4"),
     ("--zero -1", "parallel.zero", "-1"),
     ("--dp 4 --zero 1 --set parallel.dp_replicate=3", "parallel.dp_replicate", "3"),

@@ -151,7 +151,9 @@ def test_a_key_that_is_no_word_is_unknown():
 
 def test_a_key_like_no_other_lists_the_table():
     problem = problem_of(lambda: Config.from_mapping({"data": {"xyzzy": 1}}))
-    assert problem.endswith("the keys of data are path and seed")
+    assert problem.endswith(
+        "the keys of data are path, seed, document_masking and document_separator"
+    )
 
 
 @pytest.mark.parametrize("value", [3, [], "x", True])

@@ -109,7 +109,7 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     return dq, dk, dv, None, None, None, dsink, None, *([None] * len(ctx.options))
 
 
-def _without_delta(rest: Sequence[Any]) -> tuple[Sequence[Any], Tensor | None]:
+def _without_delta(rest: Sequence[Any]) -> tuple[tuple[Any, ...], Tensor | None]:
     """(cu_seqlens, slopes, sink, rng and options) of a backward call, and its ``delta``."""
     options, delta = split_delta(rest[5:])
     return (*rest[:5], *options), delta

@@ -17,12 +17,18 @@ class BatchSource:
     """
 
     def __init__(
-        self, corpus: Corpus, data_seed: int, seq_len: int, global_batch_size: int
+        self,
+        corpus: Corpus,
+        data_seed: int,
+        seq_len: int,
+        global_batch_size: int,
+        document_separator: int | None = None,
     ) -> None:
         self._corpus = corpus
         self._data_seed = data_seed
         self._seq_len = seq_len
         self._global_batch_size = global_batch_size
+        self._document_separator = document_separator
         self._num_samples = corpus.num_samples(seq_len)
 
     @property
@@ -44,6 +50,23 @@ class BatchSource:
             ValueError: rows or step out of range, or a token out of the vocabulary, with its file
                 and position.
         """
+        return self._corpus.samples(self._indices(step, rows), self._seq_len)
+
+    def documents(self, step: int, rows: range) -> NDArray[np.int64]:
+        """Where the document of each position of ``batch``'s rows begins: see ``Corpus.documents``.
+
+        Args:
+            step: as there.
+            rows: as there.
+
+        Raises:
+            ValueError: as there.
+        """
+        indices = self._indices(step, rows)
+        return self._corpus.documents(indices, self._seq_len, self._document_separator)
+
+    def _indices(self, step: int, rows: range) -> NDArray[np.int64]:
+        """The samples that are these rows of the step's global batch."""
         size = self._global_batch_size
         if step < 0 or (rows and not (min(rows) >= 0 and max(rows) < size)):
             raise ValueError(
@@ -51,5 +74,4 @@ class BatchSource:
                 f"step {step}; split range({size}) over the ranks"
             )
         positions = np.arange(rows.start, rows.stop, rows.step, dtype=np.int64) + step * size
-        indices = sample_indices(self._data_seed, positions, self._num_samples)
-        return self._corpus.samples(indices, self._seq_len)
+        return sample_indices(self._data_seed, positions, self._num_samples)

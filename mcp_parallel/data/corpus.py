@@ -78,6 +78,33 @@ class Corpus:
                 raise ValueError(self._out_of_vocabulary(start, window))
         return inputs, targets
 
+    def documents(
+        self, indices: NDArray[np.int64], seq_len: int, separator: int | None = None
+    ) -> NDArray[np.int64]:
+        """Where the document of each position of samples begins, ``[N, S]`` int64.
+
+        A document is a file, cut after every ``separator``, which belongs to what it ends. One that
+        began before the sample begins at its position 0; padding belongs to the last.
+
+        Args:
+            indices: of samples, as ``samples`` takes them.
+            seq_len: positions of a sample.
+            separator: a token, or None.
+
+        Cost: as ``samples``.
+        """
+        begins = np.zeros((indices.size, seq_len), dtype=np.int64)
+        for row, index in enumerate(indices.tolist()):
+            start = index * seq_len
+            first = bisect.bisect_right(self.starts, start)
+            last = bisect.bisect_left(self.starts, start + seq_len)
+            places = np.array(self.starts[first:last], dtype=np.int64) - start
+            if separator is not None:
+                window = np.asarray(self.tokens[start : start + seq_len - 1])
+                places = np.concatenate([places, np.nonzero(window == separator)[0] + 1])
+            begins[row, places] = places
+        return np.maximum.accumulate(begins, axis=1)
+
     def _out_of_vocabulary(self, start: int, window: NDArray[Any]) -> str:
         position = start + int(np.argmax(window >= self.vocab_size))
         piece = bisect.bisect_right(self.starts, position) - 1

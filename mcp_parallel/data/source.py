@@ -36,4 +36,18 @@ def open_data(config: Config) -> Data:
 
 def source_of(data: Data, config: Config) -> Source:
     """The batches of a run over ``data``."""
-    return BatchSource(data, config.data.seed, config.model.seq_len, config.train.global_batch_size)
+    return BatchSource(
+        data,
+        config.data.seed,
+        config.model.seq_len,
+        config.train.global_batch_size,
+        config.data.document_separator,
+    )
+
+
+def documents_of(source: Source, config: Config, step: int, rows: range) -> NDArray[Any] | None:
+    """Where each position's document begins, ``[N, S]`` int64; None without document masking."""
+    if not config.data.document_masking:
+        return None
+    assert isinstance(source, BatchSource), "checked: only tokens have documents"
+    return source.documents(step, rows)

@@ -12,12 +12,14 @@ are called together, so that it is gathered once for all of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from mcp_kernels import flash_attn_func
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
+from mcp_parallel.model.attend import Attend, WholeSequence
 from mcp_parallel.model.embedding import embed
 from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.remat import recomputable
@@ -33,18 +35,19 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size = config.hidden_size // config.num_heads
         self.rope_theta = config.rope_theta
+        self.attend: Attend = WholeSequence()
         kv_size = config.num_kv_heads * self.head_size
         self.wq = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.wk = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wv = nn.Linear(config.hidden_size, kv_size, bias=False)
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend over the whole sequence with this rank's heads."""
+    def forward(self, x: Tensor, documents: Any = ()) -> Tensor:
+        """Attend over the whole sequence, or the documents in it, with this rank's heads."""
         q, k, v = apply_linears(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
         q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))  # [B, S, H, K]
-        q, k = rotate(q, self.rope_theta), rotate(k, self.rope_theta)
-        out = flash_attn_func(q, k, v, causal=True)
+        q, k = (rotate(t, self.rope_theta, self.attend.starts) for t in (q, k))
+        out = self.attend(q, k, v, documents)
         return self.wo(out.flatten(2))
 
 
@@ -93,6 +96,7 @@ class LlamaStage(StageModel):
         self, config: ModelConfig, layers: range, *, has_embedding: bool, has_head: bool
     ) -> None:
         super().__init__()
+        self.attend: Attend = WholeSequence()
         self.has_embedding = has_embedding
         self.ties_embedding = config.tie_embeddings
         is_tied = has_head and config.tie_embeddings
@@ -106,14 +110,30 @@ class LlamaStage(StageModel):
             assert self.head is not None
             self.head.weight = self.embed.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[B, S]`` (first stage) or activations ``[B, S', D]`` in; logits
-        ``[B, S, V]`` (last stage) or activations out, normalised where ``leaves_head``.
-        """  # noqa: D205
+    def attend_with(self, attend: Attend) -> None:
+        """Run attention of every block by ``attend``."""
+        self.attend = attend
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            assert isinstance(block.attn, Attention)
+            block.attn.attend = attend
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """This rank's part of the sequence through the stage.
+
+        Args:
+            x: tokens ``[B, S]`` (first stage) or activations ``[B, S', D]``.
+            documents: ``[B, whole sequence]`` int64, where each position's document begins: then
+                attention stays within documents.
+
+        Returns:
+            Logits ``[B, S, V]`` (last stage) or activations, normalised where ``leaves_head``.
+        """
         if self.has_embedding:
             assert self.embed is not None
             x = embed(self.embed, x)
-        x = self.run_blocks(x)
+        side = () if documents is None else (self.attend.plan(documents),)
+        x = self.run_blocks(x, *side)
         if self.norm is None or self.head is None:
             return x
         x = self.norm(x)

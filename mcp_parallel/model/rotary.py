@@ -7,6 +7,7 @@ rounded once: angles in 16 bits would be off by whole turns at long positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,25 +20,35 @@ from torch import Tensor
 NARROW_HEAD = 32
 
 
+Chunks = tuple[tuple[int, int], ...]
+"""(first, past the last) position of each chunk of rows, one chunk after the other."""
+
+
 @lru_cache(maxsize=16)
 def _table(
-    seq_len: int, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
+    chunks: Chunks, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Cosine and sine ``[S, 1, K / 2]``; angles in float64, rounded once."""
     with torch.no_grad(), torch.inference_mode(mode=False):
         exponent = torch.arange(0, head_size, 2, dtype=torch.float64) / head_size
-        angle = torch.outer(torch.arange(seq_len, dtype=torch.float64), theta**-exponent)
+        positions = torch.cat([torch.arange(*chunk, dtype=torch.float64) for chunk in chunks])
+        angle = torch.outer(positions, theta**-exponent)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         return cos.to(device, dtype), sin.to(device, dtype)
 
 
 @lru_cache(maxsize=16)
 def _spread_table(
-    seq_len: int, heads: int, head_size: int, theta: float, device: torch.device, dtype: torch.dtype
+    chunks: Chunks,
+    heads: int,
+    head_size: int,
+    theta: float,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Cosine and signed sine ``[S, H, K]``: what each element and its partner are multiplied by."""
     with torch.no_grad(), torch.inference_mode(mode=False):
-        cos, sin = _table(seq_len, head_size, theta, device, dtype)
+        cos, sin = _table(chunks, head_size, theta, device, dtype)
         cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
         return cos.repeat(1, heads, 1), sin.repeat(1, heads, 1)
 
@@ -71,22 +82,27 @@ class _Rotate(torch.autograd.Function):
         return _turn(grads[0], cos, sin, -1.0), None, None
 
 
-def rotate(x: Tensor, theta: float, start: int = 0) -> Tensor:
+def rotate(x: Tensor, theta: float, start: int | Sequence[int] = 0) -> Tensor:
     """Turn each pair of ``x`` ``[B, S, H, K]`` by its position's angle.
 
     Args:
         x: queries or keys; K must be even (held by the config check).
         theta: base of the geometric series of wavelengths.
-        start: position of ``x[:, 0]``.
+        start: position of ``x[:, 0]``; or, where the rows are equal chunks from several places of
+            a sequence, that of each chunk's first row.
 
     Returns:
         A new tensor like ``x``.
     """
-    stop = start + x.shape[1]
+    starts = (start,) if isinstance(start, int) else tuple(start)
+    each = x.shape[1] // len(starts)
+    # One table for all starts of whole sequences: those that grow token by token share it.
+    skipped = starts[0] if len(starts) == 1 else 0
+    chunks = tuple((first - skipped, first + each) for first in starts)
     heads, size = x.shape[-2:]
     dtype = x.dtype if x.itemsize >= 4 else torch.float32
     if size <= NARROW_HEAD:
-        cos, sin = _spread_table(stop, heads, size, theta, x.device, dtype)
+        cos, sin = _spread_table(chunks, heads, size, theta, x.device, dtype)
     else:
-        cos, sin = _table(stop, size, theta, x.device, dtype)
-    return _Rotate.apply(x, cos[start:], sin[start:])  # pyright: ignore[reportReturnType]
+        cos, sin = _table(chunks, size, theta, x.device, dtype)
+    return _Rotate.apply(x, cos[skipped:], sin[skipped:])  # pyright: ignore[reportReturnType]

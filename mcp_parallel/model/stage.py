@@ -6,6 +6,9 @@ Letters: B = batch, S' = this rank's part of the sequence, D = hidden size.
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 from torch import Tensor, nn
 
 from mcp_parallel.model.remat import Remat, recomputable
@@ -24,12 +27,13 @@ class Block(nn.Module):
         self.ffn_norm = ffn_norm
         self.ffn = ffn
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[B, S', D] -> [B, S', D]``."""
-        return self.remat(self._forward, x, self.parameters())
+    def forward(self, x: Tensor, *side: Any) -> Tensor:
+        """``[B, S', D] -> [B, S', D]``; ``side`` is what attention takes beside activations."""
+        run = partial(self._forward, side=side) if side else self._forward
+        return self.remat(run, x, self.parameters())
 
-    def _forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(recomputable(self.attn_norm, x))
+    def _forward(self, x: Tensor, side: tuple[Any, ...] = ()) -> Tensor:
+        x = x + self.attn(recomputable(self.attn_norm, x), *side)
         return x + self.ffn(recomputable(self.ffn_norm, x))
 
 
@@ -51,10 +55,10 @@ class StageModel(nn.Module):
     leaves_head: bool = False
     """``forward`` ends before the head, which the loss then applies without making logits."""
 
-    def run_blocks(self, x: Tensor) -> Tensor:
-        """All blocks in order; ``[B, S', D] -> [B, S', D]``."""
+    def run_blocks(self, x: Tensor, *side: Any) -> Tensor:
+        """All blocks in order, ``side`` to each; ``[B, S', D] -> [B, S', D]``."""
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, *side)
         return x
 
 

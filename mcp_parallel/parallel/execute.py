@@ -26,8 +26,17 @@ class Executor(Protocol):
     occupation: Occupation | None
     """Of the last run, where there are pipeline ranks that wait for each other."""
 
-    def run(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """``inputs`` and ``targets`` int64 ``[rows, S]``; returns the summed loss, detached, []."""
+    def run(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Forward and backward of all micro-batches.
+
+        Args:
+            inputs: int64 ``[rows, S]``, this rank's part of each sequence.
+            targets: int64 ``[rows, S]``.
+            documents: int64 ``[rows, whole sequence]``, where each position's document begins.
+
+        Returns:
+            The summed loss, detached, ``[]``.
+        """
         ...
 
 
@@ -44,16 +53,20 @@ class MicrobatchLoop:
         self.gradients = gradients
         self.loss = loss
 
-    def run(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def run(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """See ``Executor.run``."""
         total: Tensor | None = None
-        pairs = list(zip(inputs.split(self.rows), targets.split(self.rows), strict=True))
-        for index, (x, y) in enumerate(pairs):
-            is_last = index == len(pairs) - 1
+        xs = list(inputs.split(self.rows))
+        sides = [()] * len(xs)
+        if documents is not None:
+            sides = [(part,) for part in documents.split(self.rows)]
+        triples = zip(xs, targets.split(self.rows), sides, strict=True)
+        for index, (x, y, side) in enumerate(triples):
+            is_last = index == len(xs) - 1
             self._set_zero_stage(is_last)
             if is_last:
                 self.gradients.before_last_backward()
-            loss = self.loss(self.model(x), y)
+            loss = self.loss(self.model(x, *side), y)
             loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None

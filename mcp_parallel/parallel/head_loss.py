@@ -88,7 +88,8 @@ def _dw_outgrows_logits(config: Config, mesh: Mesh) -> bool:
     """GPipe keeps every micro-batch's dW ``[V, D]`` in place of its logits ``[N, V]``: is D > N?"""
     is_gpipe = mesh.layout.pp > 1 and mesh.layout.schedule == "gpipe"
     return is_gpipe and (
-        config.model.hidden_size > config.train.micro_batch_size * config.model.seq_len
+        config.model.hidden_size
+        > config.train.micro_batch_size * config.model.seq_len // mesh.layout.cp
     )
 
 

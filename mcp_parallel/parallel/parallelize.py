@@ -3,10 +3,11 @@
 1. pipeline: build only the blocks of this rank's stages, without memory (meta device);
 2. tensor: each layer becomes this rank's part of it, still without memory; layers that stay whole
    learn to put their weight gradients off where the schedule does;
-3. what each block keeps for backward: checkpointing and compression;
-4. values: block by block, so that no more than one block is ever whole on a rank; in 16 bits
+3. context: attention becomes one over the sequence that cp ranks share;
+4. what each block keeps for backward: checkpointing and compression;
+5. values: block by block, so that no more than one block is ever whole on a rank; in 16 bits
    without ``fully_shard`` each parameter becomes a rounded copy of them (``precision.py``);
-5. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
+6. data: ``fully_shard`` around each block, then around the stage (ZeRO 1 to 3).
 
 Each step sees what the earlier ones left and nothing of the later ones.
 """
@@ -25,6 +26,7 @@ from mcp_parallel.layout import split_layers
 from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard, parameter_std
 from mcp_parallel.model.stage import Block, StageModel, stable_name
+from mcp_parallel.parallel.context import share_sequences
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards, like_parameter, local_part
@@ -67,9 +69,10 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         with torch.device("meta"):
             model = build(config.model, ranges[index], has_embedding=is_first, has_head=is_last)
         model.to(Precision.of(config).state)
-        cut_layers(model, mesh, config.model.seq_len)
+        cut_layers(model, mesh, config.model.seq_len // layout.cp)
         if layout.pp > 1 and layout.schedule in SPLIT:
             split_linears(model)
+        share_sequences(model, config, mesh)
         for block in model.blocks.values():
             assert isinstance(block, Block)
             block.remat.policy = config.memory.activation_checkpointing

@@ -67,15 +67,17 @@ class Pipeline:
         self.schedule._prepare_schedule_with_comms(torch_actions(self.plan))
         self._zero = torch.zeros((), dtype=Precision.of(config).state, device=mesh.device)
 
-    def run(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def run(self, inputs: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """See ``Executor.run``."""
         losses: list[Tensor] = []
         args = (inputs,) if self.has_first else ()
+        # Cut into micro-batches as the rows are, and given to every stage beside its activations.
+        side: dict[str, Any] = {} if documents is None else {"documents": documents}
         self._clock.start()
         if self.has_last:
-            self.schedule.step(*args, target=targets, losses=losses, return_outputs=False)
+            self.schedule.step(*args, target=targets, losses=losses, return_outputs=False, **side)
         else:
-            self.schedule.step(*args, return_outputs=False)
+            self.schedule.step(*args, return_outputs=False, **side)
         self.occupation = self._clock.stop()
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero
 
@@ -151,17 +153,17 @@ def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> Pipe
     layout, model = mesh.layout, config.model
     rows, dtype = config.train.micro_batch_size, Precision.of(config).compute
     split_sequence = layout.tp > 1 and layout.sequence_parallel
-    seq_len = model.seq_len
+    length = seq_len = model.seq_len // layout.cp
     if split_sequence:
-        _, seq_len = split_dim(seq_len, layout.tp, mesh.coordinate.tp)
+        _, seq_len = split_dim(length, layout.tp, mesh.coordinate.tp)
     family = family_of(model)
     inputs = torch.empty(
-        rows, *family.input_shape(model, model.seq_len), dtype=family.input_dtype, device="meta"
+        rows, *family.input_shape(model, length), dtype=family.input_dtype, device="meta"
     )
     hidden = torch.empty(
         rows, seq_len, model.hidden_size, dtype=dtype, device="meta", requires_grad=True
     )
-    *each, vocab = family.output_shape(model, model.seq_len)
+    *each, vocab = family.output_shape(model, length)
     _, vocab = split_dim(vocab, layout.tp, mesh.coordinate.tp)
     logits = torch.empty(rows, *each, vocab, dtype=dtype, device="meta", requires_grad=True)
     made = _TimedStage(

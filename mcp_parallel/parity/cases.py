@@ -32,6 +32,8 @@ class Variation:
     clip_norm: float = 0.0
     optimizer: Literal["adamw", "onebit_adam"] = "adamw"
     """1-bit Adam before its switch, compared with one process of AdamW."""
+    document_separator: int | None = None
+    """A byte that ends documents, which attention then stays within."""
 
 
 PLAIN = Variation()
@@ -45,6 +47,8 @@ PADDED = Variation("padded", padding=True)
 # Far below any gradient norm seen at initialisation, so that every step is clipped.
 CLIPPED = Variation("clipped", clip_norm=0.05)
 TIED_CLIPPED = Variation("tied-clipped", tie_embeddings=True, clip_norm=0.05)
+# Every line of text is a document: a few positions up to a whole sample.
+DOCUMENTS = Variation("documents", document_separator=ord("\n"))
 ONEBIT = Variation("onebit", optimizer="onebit_adam")
 ONEBIT_TIED = Variation("onebit-tied", tie_embeddings=True, optimizer="onebit_adam", clip_norm=0.05)
 
@@ -79,6 +83,7 @@ class Case:
             virtual_stages=layout.virtual_stages,
             sequence_parallel=layout.sequence_parallel,
             dp_replicate=layout.dp_replicate,
+            cp_attention=layout.cp_attention,
         )
         train = replace(
             base.train,
@@ -93,7 +98,12 @@ class Case:
             freeze_step=STEPS + 1 if v.optimizer == "onebit_adam" else None,
             precision=precision,
         )
-        return replace(base, model=model, parallel=parallel, train=train)
+        data = replace(
+            base.data,
+            document_masking=v.document_separator is not None,
+            document_separator=v.document_separator,
+        )
+        return replace(base, model=model, parallel=parallel, train=train, data=data)
 
     def reference(self) -> Case:
         """The same training on one process in one micro-batch."""
@@ -153,6 +163,30 @@ MATRIX = (
         "dp2tp2pp2 dualpipev zero3", microbatches=4, dp=2, tp=2, pp=2, zero=3, schedule="dualpipev"
     ),
     _case("dp2tp2pp2 zero3", microbatches=2, dp=2, tp=2, pp=2, zero=3),
+    _case("cp2", cp=2),
+    _case("cp4", cp=4, microbatches=2),
+    _case("cp2 all_gather", cp=2, cp_attention="all_gather"),
+    _case("cp4 all_gather", cp=4, cp_attention="all_gather"),
+    _case("cp2tp2", cp=2, tp=2),
+    _case("cp2tp2 no-sp", cp=2, tp=2, sequence_parallel=False),
+    _case("dp2cp2", dp=2, cp=2),
+    _case("cp4 zero1", microbatches=2, cp=4, zero=1),
+    _case("dp2cp2 zero2", microbatches=2, dp=2, cp=2, zero=2),
+    _case("dp2cp2 zero3", microbatches=2, dp=2, cp=2, zero=3),
+    _case("hsdp2x2 cp2 zero3", dp=2, cp=2, zero=3, dp_replicate=2),
+    _case("hsdp2x4 cp2 zero2", dp=4, cp=2, zero=2, dp_replicate=2),
+    _case("cp2pp2", microbatches=2, cp=2, pp=2),
+    _case("cp2pp2 zbv", microbatches=4, cp=2, pp=2, schedule="zbv"),
+    _case("cp2tp2pp2", microbatches=2, cp=2, tp=2, pp=2),
+    _case("dp2cp2tp2 zero3 all_gather", dp=2, cp=2, tp=2, zero=3, cp_attention="all_gather"),
+    _case("documents dp2", DOCUMENTS, dp=2),
+    _case("documents cp2", DOCUMENTS, cp=2),
+    _case("documents cp4 all_gather", DOCUMENTS, cp=4, cp_attention="all_gather"),
+    _case("documents tp2pp2", DOCUMENTS, microbatches=2, tp=2, pp=2),
+    _case("documents cp2tp2pp2", DOCUMENTS, microbatches=2, cp=2, tp=2, pp=2),
+    _case("padded cp2", PADDED, cp=2),
+    _case("tied cp2pp2", TIED, microbatches=2, cp=2, pp=2),
+    _case("onebit cp2 zero1", ONEBIT, cp=2, zero=1),
     _case("tied tp2", TIED, tp=2),
     _case("tied pp2", TIED, microbatches=2, pp=2),
     _case("tied pp2 zbv", TIED, microbatches=4, pp=2, schedule="zbv"),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcp_parallel.config import Config
-from mcp_parallel.data.source import Data, source_of
+from mcp_parallel.data.source import Data, documents_of, source_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
@@ -64,8 +64,12 @@ def measure(
         inputs, targets = source.batch(index, step.rows())
         if case.variation.padding:
             pad_rows(targets, step.rows())
+        documents = documents_of(source, config, index, step.rows())
         result = step(
-            torch.from_numpy(inputs), torch.from_numpy(targets), learning_rate(index, config.train)
+            torch.from_numpy(inputs),
+            torch.from_numpy(targets),
+            learning_rate(index, config.train),
+            documents=None if documents is None else torch.from_numpy(documents),
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)

@@ -63,6 +63,7 @@ BOUNDS: dict[str, Bound] = {
     "amp.grad_scaler.init_scale": Bound(1.0, 1e30),
     "amp.grad_scaler.growth_interval": _STEPS,
     "data.seed": _SEED,
+    "data.document_separator": Bound(0, (1 << 24) - 1),
     "checkpoint.every": Bound(0, 10**9),
     "checkpoint.keep": Bound(1, 10**6),
     "checkpoint.replicas": Bound(1, 100),
@@ -71,7 +72,6 @@ BOUNDS: dict[str, Bound] = {
 
 # Keys whose other values the configuration already knows and this version does not run.
 _HERE: dict[str, tuple[Any, ...]] = {
-    "parallel.cp": (1,),
     "train.precision": ("fp32", "fp64", "bf16"),
     "train.fp32_embedding_steps": (0,),
     "checkpoint.replicas": (1,),

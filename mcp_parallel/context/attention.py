@@ -1,0 +1,92 @@
+"""Causal attention over a sequence that a group of ranks shares, as one differentiable call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mcp_kernels.saved import keep_exact
+from mcp_parallel.config import CpAttention
+from mcp_parallel.context.block import Bounds
+from mcp_parallel.context.documents import gather_bounds, ring_bounds
+from mcp_parallel.context.gather import gather_backward, gather_forward
+from mcp_parallel.context.ring import ring_backward, ring_forward
+from mcp_parallel.context.split import Split
+
+_FORWARD = {"ring": ring_forward, "all_gather": gather_forward}
+_BACKWARD = {"ring": ring_backward, "all_gather": gather_backward}
+_BOUNDS = {"ring": ring_bounds, "all_gather": gather_bounds}
+
+
+class ContextAttention:
+    """Causal grouped-query attention of this rank's rows over the whole sequence.
+
+    Args:
+        split: this rank's part of the sequence.
+        group: the ranks that share it, in the order of their parts.
+        kind: how keys and values travel.
+    """
+
+    def __init__(self, split: Split, group: dist.ProcessGroup, kind: CpAttention) -> None:
+        self.split, self.group, self.kind = split, group, kind
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Positions of the first row of each of this rank's equal chunks."""
+        return self.split.starts
+
+    def plan(self, documents: Tensor) -> list[Bounds]:
+        """Who meets whom where attention stays within documents.
+
+        Args:
+            documents: ``[B, S]`` int64 of the whole sequence: where each position's begins.
+        """
+        found = _BOUNDS[self.kind](documents.cpu(), self.split)
+        return [Bounds(*(t.to(documents.device) for t in bounds)) for bounds in found]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Bounds] = ()) -> Tensor:
+        """Attend; collective over the group, forward and backward.
+
+        Args:
+            q: ``[B, S / ranks, H, K]``, this rank's part (``Split.take``).
+            k: ``[B, S / ranks, N, K]``.
+            v: as k.
+            documents: what ``plan`` made, or nothing.
+
+        Returns:
+            ``[B, S / ranks, H, K]``, of q's dtype.
+        """
+        return _ContextAttention.apply(q, k, v, self, documents)  # pyright: ignore[reportReturnType]
+
+
+class _ContextAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attention: ContextAttention,
+        bounds: Sequence[Bounds],
+    ) -> Tensor:
+        run = _FORWARD[attention.kind]
+        out, lse = run(q, k, v, attention.split, attention.group, bounds)
+        keep_exact(lse)
+        ctx.attention, ctx.bounds = attention, bounds
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        attention: ContextAttention = ctx.attention
+        run = _BACKWARD[attention.kind]
+        dq, dk, dv = run(grads[0], ctx.saved_tensors, attention.split, attention.group, ctx.bounds)
+        return dq, dk, dv, None, None

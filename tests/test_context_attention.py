@@ -1,0 +1,245 @@
+"""Attention over a sequence that ranks share equals attention over it on one process."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcp_parallel.context.attention import ContextAttention
+from mcp_parallel.context.documents import NOTHING, gather_bounds, ring_bounds, triangle_bounds
+from mcp_parallel.context.ring import steps_of
+from mcp_parallel.context.split import Split
+
+KINDS = ["ring", "all_gather"]
+EPS = 2**-52
+
+
+def make(batch, length, heads, kv_heads, size, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, length, heads, size), *[(batch, length, kv_heads, size)] * 2]
+    shapes.append(shapes[0])
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def random_documents(batch, length, seed):
+    """Documents of very different lengths, one of them often longer than all chunks."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(batch):
+        share = rng.choice([0.02, 0.1, 0.5, 1.0])
+        first, row = 0, []
+        for position in range(length):
+            first = position if position and rng.random() < share else first
+            row.append(first)
+        rows.append(row)
+    return torch.tensor(rows)
+
+
+def dense(q, k, v, dout, documents=None):
+    """(out, dq, dk, dv) by a dense mask and autograd, in float64."""
+    q, k, v = (t.double().requires_grad_() for t in (q, k, v))
+    length, group = q.shape[1], q.shape[2] // k.shape[2]
+    wide_k, wide_v = (t.repeat_interleave(group, 2) for t in (k, v))
+    position = torch.arange(length)
+    sees = (position[:, None] >= position)[None]
+    if documents is not None:
+        sees = sees & (position >= documents[:, :, None])
+    scores = torch.einsum("bihd,bjhd->bhij", q, wide_k) * q.shape[-1] ** -0.5
+    p = scores.masked_fill(~sees[:, None], -torch.inf).softmax(-1)
+    out = torch.einsum("bhij,bjhd->bihd", p, wide_v)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
+
+
+def run_shared(rank, world, kind, cases):
+    """(out, dq, dk, dv) of this rank's part, case by case."""
+    group = dist.new_group(list(range(world)))  # the name of a group of its own, as the trainer's
+    results = []
+    for sizes, document_seed, dtype in cases:
+        q, k, v, dout = make(*sizes, dtype=dtype)
+        split = Split(world, rank, sizes[1])
+        attend = ContextAttention(split, group, kind)
+        mine = [split.take(t).requires_grad_() for t in (q, k, v)]
+        plan = ()
+        if document_seed is not None:
+            plan = attend.plan(random_documents(sizes[0], sizes[1], document_seed))
+        out = attend(*mine, plan)
+        out.backward(split.take(dout))
+        results.append([out.detach(), *(t.grad for t in mine)])
+    return results
+
+
+def whole(parts, length):
+    """The sequence from every rank's part."""
+    return Split(len(parts), 0, length).order(torch.cat(parts, 1))
+
+
+# (batch, positions, heads, KV heads, head size): chunks of odd lengths, of one position, and of
+# more than a tile of the kernel; groups of 1, 2 and 4 heads.
+def sizes_for(world):
+    unit = 2 * world
+    return [
+        (2, unit * 5, 4, 2, 8),
+        (1, unit, 2, 2, 4),
+        (3, unit * 7, 4, 1, 6),
+        (1, unit * 70, 2, 1, 16),
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_equals_one_process(ranks, world, kind):
+    cases = [(s, None, torch.float64) for s in sizes_for(world)]
+    # Fuzz: the first sizes again, with documents drawn anew each time, then the long sequence.
+    cases += [(s, seed, torch.float64) for seed in range(5) for s in sizes_for(world)[:3:2]]
+    cases += [(sizes_for(world)[3], seed, torch.float64) for seed in (11, 12)]
+    results = ranks.run(run_shared, kind, cases, ranks=world)
+    for index, (sizes, seed, _) in enumerate(cases):
+        documents = None if seed is None else random_documents(sizes[0], sizes[1], seed)
+        wanted = dense(*make(*sizes), documents)
+        for name, part, want in zip(
+            ("out", "dq", "dk", "dv"),
+            zip(*(r[index] for r in results), strict=True),
+            wanted,
+            strict=True,
+        ):
+            got = whole(list(part), sizes[1])
+            # A result is a sum of at most S terms, each after at most as many sums again (scores,
+            # softmax), whose values are below 8: S roundings of it, twice.
+            bound = 2 * sizes[1] * EPS * 8
+            assert (got - want).abs().max() <= bound, (name, sizes, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sixteen_bits_lose_no_more_than_one_process(ranks, kind):
+    """Parts are rounded before they are joined: one rounding more than attention in one piece."""
+    sizes, dtype = (2, 4 * 2 * 33, 4, 2, 16), torch.bfloat16
+    cases = [(sizes, None, dtype), (sizes, 3, dtype)]
+    results = ranks.run(run_shared, kind, cases)
+    for index, (_, seed, _) in enumerate(cases):
+        documents = None if seed is None else random_documents(sizes[0], sizes[1], seed)
+        wanted = dense(*make(*sizes, dtype=dtype), documents)
+        for part, want in zip(zip(*(r[index] for r in results), strict=True), wanted, strict=True):
+            got = whole(list(part), sizes[1]).double()
+            # Roundings in a row, each 2^-9 of its value: q, P, out and its parts forward; dS and
+            # the sum of parts backward.
+            assert (got - want).norm() / want.norm() <= 6 * 2**-9
+
+
+def test_gradients_check_themselves(ranks):
+    """d out / d k of other ranks' keys is there: without it the sum over ranks would be short."""
+    [[parts]] = ranks.run(run_shared, "ring", [((1, 8, 1, 1, 4), None, torch.float64)], ranks=1)
+    results = ranks.run(run_shared, "ring", [((1, 8, 1, 1, 4), None, torch.float64)], ranks=4)
+    dk = whole([r[0][2] for r in results], 8)
+    torch.testing.assert_close(dk, parts[2], rtol=0, atol=64 * EPS)
+
+
+# --- the split, on paper --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+def test_every_rank_has_as_much_to_do(world):
+    """(row, key) pairs of each step's causal work: equal on all ranks, and none is done twice."""
+    length = 2 * world * 3
+    done = torch.zeros(length, length, dtype=torch.int64)
+    work = []
+    for rank in range(world):
+        split = Split(world, rank, length)
+        positions = split.take(torch.arange(length)[None])[0]
+        pairs = []
+        for index, step in enumerate(steps_of(split)):
+            source = Split(world, (rank - index) % world, length)
+            rows = positions[step.rows]
+            keys = source.take(torch.arange(length)[None])[0][step.keys]
+            sees = torch.ones(len(rows), len(keys), dtype=torch.bool)
+            if step.causal:
+                sees = torch.ones_like(sees).tril()
+            done[rows[:, None].expand_as(sees)[sees], keys[None].expand_as(sees)[sees]] += 1
+            pairs.append(int(sees.sum()))
+        work.append(pairs)
+    assert torch.equal(done, torch.ones_like(done).tril())
+    assert all(pairs == work[0] for pairs in work)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_bounds_are_the_pairs_of_the_mask(world, seed):
+    """Every (row, key) pair that documents leave is met once, and no other."""
+    length, batch = 2 * world * 5, 2
+    documents = random_documents(batch, length, seed)
+    position = torch.arange(length)
+    sees = (position[:, None] >= position) & (position >= documents[:, :, None])
+    for kind in KINDS:
+        done = torch.zeros(batch, length, length, dtype=torch.int64)
+        for rank in range(world):
+            split = Split(world, rank, length)
+            mine = split.take(position[None])[0]
+            for rows, keys, bounds, causal in _calls(kind, split, documents, mine):
+                _meet(done, rows, keys, bounds, causal)
+        assert torch.equal(done, sees.long())
+
+
+def _calls(kind, split, documents, mine):
+    """(positions of rows, positions of keys, bounds, causal) of every call of a rank."""
+    if kind == "all_gather":
+        for index, bounds in enumerate(gather_bounds(documents, split)):
+            rows = mine[index * split.chunk_len :][: split.chunk_len]
+            yield rows, torch.arange(split.seq_len), bounds, True
+        return
+    for index, bounds in enumerate(ring_bounds(documents, split)):
+        source = Split(split.ranks, (split.rank - index) % split.ranks, split.seq_len)
+        yield mine, source.take(torch.arange(split.seq_len)[None])[0], bounds, index == 0
+
+
+def _meet(done, rows, keys, bounds, causal):
+    batch = done.shape[0]
+    sample = torch.arange(batch)[:, None]
+    row_places = torch.stack([sample.expand(-1, len(rows)), rows.expand(batch, -1)], -1).view(-1, 2)
+    key_places = torch.stack([sample.expand(-1, len(keys)), keys.expand(batch, -1)], -1).view(-1, 2)
+    for start, stop, first, last in zip(
+        bounds.rows[:-1].tolist(),
+        bounds.rows[1:].tolist(),
+        bounds.keys[:-1].tolist(),
+        bounds.keys[1:].tolist(),
+        strict=True,
+    ):
+        for i in range(start, stop):
+            for j in range(first, last):
+                if causal and j - first > i - start + (last - first) - (stop - start):
+                    continue
+                (b, row), (other, key) = row_places[i].tolist(), key_places[j].tolist()
+                assert b == other
+                done[b, row, key] += 1
+
+
+def test_a_block_that_shares_no_document_is_skipped():
+    documents = torch.arange(8)[None] // 2 * 2  # cut at every chunk of two ranks
+    for rank in range(2):
+        split = Split(2, rank, 8)
+        assert ring_bounds(documents, split)[1] is NOTHING
+        assert [step is None for step in steps_of(split, ring_bounds(documents, split))] == [
+            False,
+            True,
+        ]
+
+
+def test_a_document_goes_on_where_chunks_of_a_rank_do_not_touch():
+    """Rank 0 of two holds positions 0, 1 and 6, 7: one document over all is one triangle."""
+    mine = Split(2, 0, 8).take(torch.zeros(1, 8, dtype=torch.int64))
+    assert triangle_bounds(mine).rows.tolist() == [0, 4]
+
+
+def test_a_length_that_does_not_share_out_is_refused():
+    with pytest.raises(ValueError, match=r"seq_len must be a multiple of 2 \* ranks = 4, got 6"):
+        Split(2, 0, 6)
+
+
+def test_pack_undoes_order():
+    split = Split(3, 1, 12)
+    sequence = torch.arange(24).view(2, 12)
+    parts = split.pack(sequence)
+    for rank, part in enumerate(parts):
+        assert torch.equal(part, Split(3, rank, 12).take(sequence))
+    assert torch.equal(split.order(torch.cat(list(parts), 1)), sequence)
