@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
-from mcp_kernels.ops import _column_backward, _comm, _fused, _overlap
+from mcp_kernels.ops import _column_backward, _column_forward, _comm
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import WeightGradients, deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
@@ -137,126 +137,9 @@ def _check(
         check_linear("all_gather_matmul", x, weight, bias)
     if dim is not None:
         _comm.check_gather_size("all_gather_matmul", x, dim, size, name)
-    in_features = _gathered_shape(x, dim, size, name)[-1]
+    in_features = _column_forward.gathered_shape(x, dim, size, name)[-1]
     for weight in weights:
         check_features("all_gather_matmul", in_features, weight)
-
-
-def _gathered_shape(x: Tensor, dim: int | None, size: int | None, group: str) -> list[int]:
-    return list(x.shape) if dim is None else _comm.gathered_shape(x, dim, size, group)
-
-
-def _ref(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> tuple[list[Tensor], Tensor]:
-    pg = None if gather_dim is None else _comm.resolve(group)
-    if pg is None or gather_dim is None:
-        gathered = x
-    else:
-        gathered = _comm.gather(x, pg, gather_dim, gather_size)
-    given = biases or [None] * len(weights)
-    ys = [linear(gathered, weight, bias) for weight, bias in zip(weights, given, strict=True)]
-    # An op must not return its input, so where x is all there is, nothing is returned.
-    return ys, gathered if save_gathered and pg is not None else x.new_empty(0)
-
-
-def _overlapped(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> tuple[list[Tensor], Tensor]:
-    """Rows are multiplied as they arrive, this rank's own before all."""
-    assert gather_dim is not None
-    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
-    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
-    multiply = _overlap.multiply_rows(ys, weights, biases)
-    gathered = _overlap.Gather(x, _comm.resolve(group), gather_dim).join(multiply)
-    return ys, gathered if save_gathered else x.new_empty(0)
-
-
-def _why_not_overlapped(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> str | None:
-    return _overlap.why_not_gather(x, group, gather_dim, gather_size)
-
-
-def _on_shm(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> tuple[list[Tensor], Tensor]:
-    """Each rank's rows go into shared memory and are multiplied where, and when, they arrive."""
-    args = (x, weights, biases, group, gather_dim, gather_size, save_gathered)
-    if gather_dim is None:
-        return _ref(*args)
-    shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
-    space = _fused.workspace(group, torch.Size(shape).numel() * x.element_size())
-    if space is None:
-        return _ref(*args)
-    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
-
-    def multiply(rows: Tensor, begin: int, end: int) -> None:
-        for number, (y, weight) in enumerate(zip(ys, weights, strict=True)):
-            into = y.view(rows.shape[0], weight.shape[0])[begin:end]
-            if biases:
-                torch.addmm(biases[number], rows[begin:end], weight.t(), out=into)
-            else:
-                torch.mm(rows[begin:end], weight.t(), out=into)
-
-    local = x.shape[gather_dim]
-    if gather_size is None:
-        sizes = [local] * space.world
-    else:
-        sizes = _comm.split_sizes(gather_size, space.world)
-    gathered = _fused.gather_rows(space, "all_gather_matmul", x, gather_dim, sizes, multiply)
-    return ys, gathered if save_gathered else x.new_empty(0)
-
-
-def _refuses(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> str | None:
-    shape = _gathered_shape(x, gather_dim, gather_size, group)
-    return _fused.why_not(x, group, torch.Size(shape).numel() * x.element_size())
-
-
-def _fake(
-    x: Tensor,
-    weights: list[Tensor],
-    biases: list[Tensor],
-    group: str,
-    gather_dim: int | None,
-    gather_size: int | None,
-    save_gathered: bool,
-) -> tuple[list[Tensor], Tensor]:
-    shape = _gathered_shape(x, gather_dim, gather_size, group)
-    ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
-    return ys, x.new_empty(shape if save_gathered and group and gather_dim is not None else 0)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], gathered: Tensor) -> None:
@@ -389,16 +272,21 @@ class _AllGatherMatmul(torch.autograd.Function):
 
 
 define_op(
-    "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group, int? gather_dim,"
-    " int? gather_size, bool save_gathered) -> (Tensor[] ys, Tensor gathered)",
-    reference=_ref,
-    fake=_fake,
+    _column_forward.SCHEMA,
+    reference=_column_forward.reference,
+    fake=_column_forward.fake,
     backward=_backward,
     setup_context=_setup,
-    general=General("overlap", _overlapped, _why_not_overlapped),
+    general=General("overlap", _column_forward.overlapped, _column_forward.why_not_overlapped),
 )
 define_op(_column_backward.SCHEMA, reference=_column_backward.reference, fake=_column_backward.fake)
-override("all_gather_matmul", _on_shm, "CPU", backend="shm", refuses=_refuses)
+override(
+    "all_gather_matmul",
+    _column_forward.on_shm,
+    "CPU",
+    backend="shm",
+    refuses=_column_forward.refuses,
+)
 override(
     "all_gather_matmul_backward",
     _column_backward.on_shm,
