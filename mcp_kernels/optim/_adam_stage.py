@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcp_kernels.ops import _comm
 from mcp_kernels.optim._flat_params import FlatParams
+from mcp_kernels.optim._fused_adamw import fused_adamw_
 from mcp_kernels.optim.flat_buffer import flat_buffer
 
 
@@ -171,8 +172,6 @@ class AdamStage:
         ]
         if counted:
             torch._foreach_add_(counted, 1)
-        if factor != 1.0:
-            torch._foreach_mul_(self.averaged, factor)
         moments = [self._segment_views(m) for m in (self.exp_avg, self.exp_avg_sq)]
         if self.master is None:
             targets: list[Tensor] = [flat.params[s.index] for s in flat.segments]
@@ -181,20 +180,16 @@ class AdamStage:
         grads = dict(zip(self._with_grad, self.averaged, strict=True))
         for group in sorted({flat.groups[flat.segments[i].index] for i in grads}):
             chosen = [i for i in grads if flat.groups[flat.segments[i].index] == group]
-            torch._fused_adamw_(
+            fused_adamw_(
                 [targets[i] for i in chosen],
                 [grads[i].view(targets[i].shape) for i in chosen],
-                [moments[0][i] for i in chosen],
-                [moments[1][i] for i in chosen],
-                [],
+                ([moments[0][i] for i in chosen], [moments[1][i] for i in chosen]),
                 [self.steps[flat.segments[i].index] for i in chosen],
                 lr=float(options[group]["lr"]),
-                beta1=self.betas[0],
-                beta2=self.betas[1],
+                betas=self.betas,
                 weight_decay=float(options[group]["weight_decay"]),
                 eps=self.eps,
-                amsgrad=False,
-                maximize=False,
+                factor=factor,
             )
         self.averaged = []
         if self.master is not None:

@@ -6,18 +6,19 @@ its fused kernel, without DTensor dispatch; the moments have the shards' shapes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
+from mcp_kernels.optim._fused_adamw import fused_adamw_
 from mcp_parallel.checkpoint.format import CheckpointError
 from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import TrainConfig
-from mcp_parallel.optim.clip import local_square_sum, scale_gradients
+from mcp_parallel.optim.clip import local_square_sum
 from mcp_parallel.optim.lower_tier import LowerTier, parts
 from mcp_parallel.parallel.shards import Shard
 
@@ -45,8 +46,19 @@ def _zeros(like: Tensor, tier: LowerTier | None) -> Tensor:
     return torch.zeros_like(like) if tier is None else tier.zeros_like(like)
 
 
+@dataclass(frozen=True)
+class _State:
+    """One parameter's local values, and its moments wherever they are."""
+
+    shard: Shard
+    local: Tensor
+    moments: dict[str, Tensor]
+
+
 class AdamW:
     """``torch.optim.AdamW`` over the local part of every parameter; 1-D parameters don't decay.
+
+    Clipping is part of the update: gradients are scaled as they are read, in one pass.
 
     Args:
         shards: this rank's parameters.
@@ -58,26 +70,17 @@ class AdamW:
         self, shards: Sequence[Shard], train: TrainConfig, tier: LowerTier | None = None
     ) -> None:
         self.shards = list(shards)
-        self._locals = [shard.local for shard in self.shards]
-        decay, plain = [], []
-        for shard, local in zip(self.shards, self._locals, strict=True):
-            (decay if len(shard.global_shape) > 1 else plain).append(local)
-        groups = [
-            {"params": decay, "weight_decay": train.weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+        self._states = [
+            _State(shard, local, {moment: _zeros(local, tier) for moment in MOMENTS})
+            for shard in self.shards
+            for local in [shard.local]
         ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=train.lr,
-            betas=BETAS,
-            eps=EPS,
-            fused=True,
-        )
-        for local in self._locals:
-            self._adamw.state[local] = {
-                "step": torch.zeros((), dtype=torch.float32, device=local.device),
-                **{moment: _zeros(local, tier) for moment in MOMENTS},
-            }
+        self._groups = [
+            (train.weight_decay, [s for s in self._states if len(s.shard.global_shape) > 1]),
+            (0.0, [s for s in self._states if len(s.shard.global_shape) <= 1]),
+        ]
+        device = self.shards[0].parameter.device if self.shards else None
+        self._count = torch.zeros((), dtype=torch.float32, device=device)
         self._is_far = tier is not None and tier.is_far
 
     def square_sum(self) -> Tensor:
@@ -88,6 +91,7 @@ class AdamW:
         """There is nothing to switch to."""
         return False
 
+    @torch.no_grad()
     def step(self, lr: float, factor: float = 1.0, *, switches: bool = False) -> None:
         """Update every local shard from its local gradient.
 
@@ -96,55 +100,53 @@ class AdamW:
             factor: of the gradients, from clipping; they are scaled in place.
             switches: unused.
         """
-        scale_gradients(self.shards, factor)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        for shard, local in zip(self.shards, self._locals, strict=True):
-            local.grad = shard.local_grad
-        if self._is_far:
-            self._step_by_parts()
-        else:
-            self._adamw.step()
+        self._count.add_(1)
+        for weight_decay, group in self._groups:
+            present = [(s, grad) for s in group if (grad := s.shard.local_grad) is not None]
+            for part in self._parts([s.local for s, _ in present]):
+                self._update(present[part.start : part.stop], lr, weight_decay, factor)
 
-    def _step_by_parts(self) -> None:
-        """``torch.optim.AdamW``'s update of moments that are elsewhere, some at a time."""
-        for group in self._adamw.param_groups:
-            params = [p for p in group["params"] if p.grad is not None]
-            for part in parts(params):
-                here = [params[index] for index in part]
-                states = [self._adamw.state[p] for p in here]
-                first, second = (
-                    [
-                        s[moment].to(p.device, non_blocking=True)
-                        for p, s in zip(here, states, strict=True)
-                    ]
-                    for moment in MOMENTS
-                )
-                adamw(
-                    here,
-                    [p.grad for p in here],
-                    first,
-                    second,
-                    [],
-                    [s["step"] for s in states],
-                    fused=True,
-                    amsgrad=False,
-                    beta1=BETAS[0],
-                    beta2=BETAS[1],
-                    lr=group["lr"],
-                    weight_decay=group["weight_decay"],
-                    eps=EPS,
-                    maximize=False,
-                )
-                for moment, tensors in zip(MOMENTS, (first, second), strict=True):
-                    for state, tensor in zip(states, tensors, strict=True):
-                        state[moment].copy_(tensor, non_blocking=True)
+    def _parts(self, locals_: list[Tensor]) -> Iterable[range]:
+        """All at once; where moments come from elsewhere, what fits beside the model."""
+        return parts(locals_) if self._is_far else ([range(len(locals_))] if locals_ else [])
+
+    def _update(
+        self,
+        part: Sequence[tuple[_State, Tensor]],
+        lr: float,
+        weight_decay: float,
+        factor: float,
+    ) -> None:
+        first, second = (
+            [
+                s.moments[moment].to(s.local.device, non_blocking=True)
+                if self._is_far
+                else s.moments[moment]
+                for s, _ in part
+            ]
+            for moment in MOMENTS
+        )
+        fused_adamw_(
+            [s.local for s, _ in part],
+            [grad for _, grad in part],
+            (first, second),
+            [self._count] * len(part),
+            lr=lr,
+            betas=BETAS,
+            weight_decay=weight_decay,
+            eps=EPS,
+            factor=factor,
+        )
+        if self._is_far:
+            for moment, tensors in zip(MOMENTS, (first, second), strict=True):
+                for (state, _), tensor in zip(part, tensors, strict=True):
+                    state.moments[moment].copy_(tensor, non_blocking=True)
 
     def moments(self) -> Iterator[tuple[str, Shard, Tensor]]:
         """(moment name, shard it belongs to, local values), in a fixed order."""
-        for shard, local in zip(self.shards, self._locals, strict=True):
+        for state in self._states:
             for moment in MOMENTS:
-                yield moment, shard, self._adamw.state[local][moment]
+                yield moment, state.shard, state.moments[moment]
 
     def wire_bytes(self) -> tuple[int, int] | None:
         """Nothing is compressed, so nothing is reported."""
@@ -172,5 +174,4 @@ class AdamW:
 
     def set_step_count(self, count: int) -> None:
         """Say how many updates the moments hold; the bias correction depends on it."""
-        for local in self._locals:
-            self._adamw.state[local]["step"].fill_(count)
+        self._count.fill_(count)

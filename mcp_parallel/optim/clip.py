@@ -32,10 +32,3 @@ def local_square_sum(shards: Sequence[Shard]) -> Tensor:
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients are multiplied with so that their norm is at most ``max_norm``; 0 is off."""
     return min(1.0, max_norm / (norm + EPSILON)) if max_norm > 0 else 1.0
-
-
-def scale_gradients(shards: Sequence[Shard], factor: float) -> None:
-    """Multiply every local gradient by ``factor`` in place."""
-    grads = [grad for shard in shards if (grad := shard.local_grad) is not None]
-    if factor != 1.0 and grads:
-        torch._foreach_mul_(grads, factor)
