@@ -22,6 +22,11 @@ MUTATIONS = {
     "norm weights not summed over tp": ("tp2", "update_diff"),
     "data-parallel sum forgotten": ("dp2", "grad_norm_diff"),
     "last layer lost": ("5-layers pp2", "loss_diff"),
+    "gradients not summed over cp": ("cp2", "grad_norm_diff"),
+    "positions not split over cp": ("cp2", "loss_diff"),
+    "chunks in the order of ranks": ("cp2 all_gather", "loss_diff"),
+    "parts joined without their weights": ("documents cp2", "loss_diff"),
+    "key gradients kept by the rank that made them": ("cp2", "update_diff"),
 }
 
 SCRIPT = r"""
@@ -29,6 +34,7 @@ import dataclasses, json, os, sys, unittest.mock as mock
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 from mcp_parallel import step
+from mcp_parallel.context import attention, block, ring, split
 from mcp_parallel.config import Config
 from mcp_parallel.data.corpus import open_corpus
 from mcp_parallel.launch.local import launch_local
@@ -58,6 +64,18 @@ class NoSum(gradients.GradientBuckets):
     def _launch(self):
         self._works.append(mock.Mock())
 
+def own_gradients(dout, saved, split, group, bounds=()):
+    q, k, v, out, lse = saved
+    results = block.results_of(dout, out, lse)
+    step = next(iter(ring.steps_of(split, bounds)))
+    return block.attend_block_backward(q, k, v, results, causal=True, bounds=step.bounds)
+
+def joined_by_halves(total, lse, part, part_lse):
+    total.add_(part).div_(2)
+
+def in_order(self, gathered):
+    return gathered
+
 def lose_last(num_layers, num_stages):
     each = num_layers // num_stages
     return [range(i * each, (i + 1) * each) for i in range(num_stages)]
@@ -72,6 +90,12 @@ MUTANTS = {
     "norm weights not summed over tp": (gradients, "sum_over_group", lambda tensors, group: None),
     "data-parallel sum forgotten": (gradients, "GradientBuckets", NoSum),
     "last layer lost": (parallelize, "split_layers", lose_last),
+    "gradients not summed over cp": (gradients, "GradientBuckets", NoSum),
+    "positions not split over cp": (attention.ContextAttention, "starts", (0, 8)),
+    "chunks in the order of ranks": (split.Split, "order", in_order),
+    "parts joined without their weights": (ring, "_merge", joined_by_halves),
+    "key gradients kept by the rank that made them": (
+        attention, "_BACKWARD", {"ring": own_gradients}),
 }
 wanted = json.loads(sys.argv[1])
 by_name = {case.name: case for case in MATRIX}
