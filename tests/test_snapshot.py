@@ -29,6 +29,7 @@ LAYOUTS = {
     "pp2 zbv": Layout(pp=2, schedule="zbv"),
     "dp2tp2 zero2": Layout(dp=2, tp=2, zero=2),
     "tp2pp2": Layout(tp=2, pp=2),
+    "dp2cp2 zero3": Layout(dp=2, cp=2, zero=3),
 }
 
 

@@ -28,6 +28,7 @@ from triton_attention import (
     tiles_of,
 )
 
+import mcp_kernels
 from mcp_kernels.triton import flash_attn as body
 
 pytestmark = pytest.mark.filterwarnings(IGNORE_NUMPY)
@@ -176,3 +177,42 @@ def test_an_infinite_key_is_not_taken_for_zero() -> None:
     assert out.isfinite().all()
     assert dq[0, :10].isfinite().all()
     assert not dq[0, 10:].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_part_of_the_keys_takes_the_delta_of_all(dtype: torch.dtype) -> None:
+    """A block of ring attention: gradients of two parts of the keys add up to the whole's."""
+    args = op_args(Case("part", sizes=(2, 20, 48, 4, 2, 8, 6)), dtype)
+    q, k, v, *rest = args
+    generator = torch.Generator().manual_seed(4)
+    dout = torch.randn(2, 20, 4, 6, generator=generator).to(dtype).to(DEVICE)
+    out, lse = exact("flash_attn", args)
+    delta = (dout.double() * out).sum(-1).transpose(1, 2)
+    with tiles_of(16, 16):
+        parts = [
+            body.flash_attn_bwd(
+                dout,
+                None,
+                q,
+                k[:, keys],
+                v[:, keys],
+                out.to(dtype),
+                lse.float(),
+                *rest[:4],
+                False,
+                *rest[4:],
+                delta.float(),
+            )[:3]
+            for keys in (slice(19), slice(19, None))
+        ]
+    (dq, dk, dv), (dq_2, dk_2, dv_2) = parts
+    got = dq.double() + dq_2.double(), torch.cat([dk, dk_2], 1), torch.cat([dv, dv_2], 1)
+    wide = [t.double() for t in (dout, q, k, v, out, lse)]
+    with mcp_kernels.reference_only():
+        wanted = torch.ops.mcp_kernels.flash_attn_bwd(
+            wide[0], None, *wide[1:], *rest[:4], False, *rest[4:]
+        )
+    # float16: four roundings in a row (P, dS, the parts, their sum), each half of eps.
+    bound = FLOAT32_BOUND if dtype == torch.float32 else 2 * 2.0**-10
+    for actual, expected in zip(got, wanted[:3], strict=True):
+        assert relative_error(actual, expected) <= bound
