@@ -203,7 +203,15 @@ class CodecTests:
             codes = generator.integers(0, 256, num_bytes, dtype=np.uint8)
             scales = generator.random(-(-numel // block_size), dtype=np.float32)
             given = (torch.from_numpy(codes), torch.from_numpy(scales), numel, block_size)
-            (x,) = on_every_path(lambda: (self.codec.op("decompress")(*given),))  # noqa: B023
+
+            def both(given=given):
+                there = torch.full((given[2],), torch.nan)
+                into = getattr(torch.ops.mcp_kernels, f"{self.codec.name}_decompress_into")
+                into(given[0], given[1], given[3], there)
+                return self.codec.op("decompress")(*given), there
+
+            x, there = on_every_path(both)
+            assert_same_bits(there, x)
             units = self.codec.meaning[self.codec.unpack(codes, numel)].astype(np.float32)
             want = units * scales[np.arange(numel) // block_size]
             np.testing.assert_array_equal(x.numpy(), want)
@@ -278,6 +286,7 @@ class CodecTests:
                 "compress": (x, error, 64),
                 "decompress": (codes, scales, numel, 64),
                 "quantize": (x, 64),
+                "decompress_into": (codes, scales, 64, torch.empty(numel)),
                 "reduce": (case.codes, case.scales, case.error, None, 64),
             }.items():
                 torch.library.opcheck(getattr(ops, f"{self.codec.name}_{what}").default, args)

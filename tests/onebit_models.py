@@ -88,7 +88,7 @@ class DefinedOneBitAdam:
         padded = self.layout.padded_numel
         self.workers = [torch.zeros(padded) for _ in range(world)]
         self.server = torch.zeros(padded)
-        self.momentum = self.denom = None
+        self.momentum = self.factors = None
         self.count = 0
 
     def step(self, grads_of_ranks):
@@ -105,7 +105,8 @@ class DefinedOneBitAdam:
         beta1 = self.betas[0]
         total = torch.zeros_like(self.server)
         for worker, grads in zip(self.workers, grads_of_ranks, strict=True):
-            mine = self.momentum * beta1 + flat_of(grads, self.layout) * (1 - beta1)
+            seen = flat_of(grads, self.layout) * self.factors
+            mine = self.momentum * beta1 + seen * (1 - beta1)
             total = total + code(mine, worker, self.layout)
         if self.world > 1:
             total = code(total * (1 / self.world), self.server, self.layout)
@@ -114,13 +115,15 @@ class DefinedOneBitAdam:
 
     def freeze(self):
         states = [self.adam.state[p] for p in self.params]
-        self.momentum = flat_of([s["exp_avg"] for s in states], self.layout)
         v = flat_of([s["exp_avg_sq"] for s in states], self.layout)
-        self.denom = (v / (1 - self.betas[1] ** self.count)).sqrt() + self.eps
-        self.denom[v == 0] = torch.inf
+        root = (v / (1 - self.betas[1] ** self.count)).sqrt()
+        self.factors = (1 / (root + self.eps)).bfloat16().float()
+        self.factors[v == 0] = 0
+        self.momentum = flat_of([s["exp_avg"] for s in states], self.layout) * self.factors
 
     def update(self, step_size):
-        moves = parts_of(self.momentum * step_size / self.denom, self.layout)
+        applied = torch.where(self.factors != 0, self.momentum, 0.0)
+        moves = parts_of(applied * step_size, self.layout)
         with torch.no_grad():
             for param, move, decay in zip(self.params, moves, self.decays, strict=True):
                 param.copy_(param * (1 - self.lr * decay) - move.view(param.shape))

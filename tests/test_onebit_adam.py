@@ -131,7 +131,8 @@ def momentum_sums(rank, world, steps):
         optimizer.step()
         if before is not None:
             every = [flat_of(gradients(r, step), layout).double() for r in range(world)]
-            came_in += beta1 * before + (1 - beta1) * torch.stack(every).mean(0)
+            seen = torch.stack(every).mean(0) * bucket.preconditioner
+            came_in += beta1 * before + (1 - beta1) * seen
             applied += onebit_decompress(
                 bucket.bits, bucket.scales, layout.padded_numel, BLOCK
             ).double()
@@ -301,19 +302,24 @@ def test_coordinates_without_variance_are_masked():
     assert (params[0].detach() != start[0].detach())[[0, 1, 3, 4, 5, 6]].all()
     nothing, params = masked_steps({"mask": lambda name, v_hat: None})
     assert nothing.num_masked == 0
-    # This is what the mask is for: the block's scale over eps.
-    assert (params[0][2] - start[0][2]).abs().max() > 1e3 * LR
+    # This is what the mask is for: such a row is moved as its neighbours in the block are.
+    assert (params[0][2] - start[0][2]).abs().max() > 0.1 * LR
 
 
 def test_variance_floor():
-    """Where the floor is 1 a block's smallest divisor is its root mean variance."""
+    """Where the floor is 1 a block's largest factor is one over its root mean variance."""
     optimizer, _ = masked_steps({"variance_floor": 1.0})
     plain, _ = masked_steps({})
     (bucket,), (other,) = optimizer.buckets, plain.buckets
     counts = bucket.layout.counts()
-    v = torch.where(other.denom.isinf(), 0.0, other.denom - EPS).view(-1, BLOCK).double() ** 2
-    lowest = (v.sum(1) / counts).sqrt()
-    expected = torch.maximum(v.sqrt(), lowest[:, None]).view(-1) + EPS
-    seen = bucket.denom.isfinite()
-    assert (seen == other.denom.isfinite()).all()
-    torch.testing.assert_close(bucket.denom[seen].double(), expected[seen], rtol=1e-6, atol=0)
+    seen = other.preconditioner > 0
+    assert torch.equal(seen, bucket.preconditioner > 0)
+    assert (~seen).sum() == SHAPES[0][1]
+    valid = flat_of([torch.ones(p.shape) for p in make_params()], bucket.layout).bool() & seen
+    root = torch.where(valid, 1 / other.preconditioner.double() - EPS, 0.0).view(-1, BLOCK)
+    lowest = (root.square().sum(1) / counts.clamp(min=1)).sqrt()
+    expected = 1 / (torch.maximum(root, lowest[:, None]).view(-1) + EPS)
+    actual = bucket.preconditioner.double()[valid]
+    # Factors are bfloat16: one rounding of 2^-8 here, one in what the roots were made of.
+    torch.testing.assert_close(actual, expected[valid], rtol=2 * 2.0**-8, atol=0)
+    assert not torch.equal(bucket.preconditioner, other.preconditioner)

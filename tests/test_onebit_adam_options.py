@@ -289,13 +289,13 @@ def test_bytes_sent_and_bytes_of_state(ranks, world):
         assert (adam.phase, adam.bytes_sent) == ("adam", plain)
         assert (onebit.phase, onebit.bytes_sent) == ("onebit", wire_bytes(numel, world, ONEBIT))
         assert 31 * onebit.bytes_sent <= onebit.uncompressed_bytes == plain
-        assert bytes_a_param <= 8.3 + 4 / world
+        assert bytes_a_param <= 6.3 + 4 / world
     for (_, _, onebit), bytes_a_param in ranks.run(report, 1, ranks=world):
-        # Parameters travel from their owners once; divisor, masters, server error are theirs.
+        # Parameters travel from their owners once; master weights and server error are theirs.
         assert onebit.bytes_sent == wire_bytes(numel, world, ONEBIT) + 4 * numel // world * (
             world - 1
         )
-        assert bytes_a_param <= 4.3 + 12 / world
+        assert bytes_a_param <= 6.3 + 8 / world
 
 
 # --- messages -----------------------------------------------------------------------------------

@@ -211,6 +211,41 @@ def test_any_shape_and_dtype(ranks):
             assert_same_bits(got.reshape(-1), flat.to(dtype))
 
 
+def into_memory(rank, world, numel, codec, dtype, op):
+    """Results in new memory, in other memory, and in the place of what came in."""
+    results, is_written = [], []
+    for place in ("new", "other", "same"):
+        x = inputs_of(rank, 0, numel).to(dtype)
+        before = x.clone()
+        out = {"new": None, "other": torch.full_like(x, torch.nan), "same": x}[place]
+        state = ErrorState.zeros(numel)
+        result = compressed_all_reduce(x, state, None, codec, op, block_size=64, out=out)
+        is_written.append(out is None or result.data_ptr() == out.data_ptr())
+        if place != "same":
+            assert_same_bits(x, before)
+        results.append(result)
+    return results, all(is_written)
+
+
+@pytest.mark.parametrize(
+    "numel, codec, dtype, op",
+    [
+        (4096, "onebit", torch.float32, "avg"),
+        (1000, "onebit", torch.float32, "sum"),
+        (2, "onebit", torch.float32, "avg"),
+        (4096, "int8", torch.bfloat16, "avg"),
+        (1000, "int4", torch.float32, "avg"),
+        (4096, "fp8", torch.float32, "sum"),
+    ],
+)
+def test_results_go_where_they_are_asked_to(ranks, numel, codec, dtype, op):
+    for results, is_written in ranks.run(into_memory, numel, codec, dtype, op):
+        assert is_written
+        assert results[0].dtype == dtype
+        for result in results[1:]:
+            assert_same_bits(result, results[0])
+
+
 def subgroup(rank, world):
     group = dist.new_group([1, 3])
     if rank not in (1, 3):
@@ -333,6 +368,14 @@ def test_sum_is_the_mean_times_the_ranks(ranks):
         (
             lambda: compressed_all_reduce(torch.ones(8), ErrorState.zeros(8), op="max"),
             "op must be avg or sum, got 'max'",
+        ),
+        (
+            lambda: onebit_all_reduce(*[torch.zeros(8)] * 3, out=torch.zeros(9)),
+            r"out must be contiguous, \[8\] on cpu, got \[9\] on cpu",
+        ),
+        (
+            lambda: onebit_all_reduce(*[torch.zeros(8)] * 3, out=torch.zeros(8).half()),
+            "out must be torch.float32 as flat is, got torch.float16",
         ),
         (lambda: onebit_buffers(-1), "numel must be >= 0, got -1"),
         (lambda: onebit_buffers(8, block_size=7), "block_size must be .* got 7"),

@@ -262,6 +262,10 @@ def test_opcheck(numel, dtype, mode):
         ops = torch.ops.mcp_kernels
         torch.library.opcheck(ops.onebit_compress.default, (x, error, 1024))
         torch.library.opcheck(ops.onebit_decompress.default, (bits, scales, numel, 1024))
+        out = torch.empty(numel)
+        torch.library.opcheck(ops.onebit_decompress_into.default, (bits, scales, 1024, out))
+        ops.onebit_decompress_into(bits, scales, 1024, out)
+        assert_same_bits(out, onebit_decompress(bits, scales, numel))
 
 
 def test_a_compiled_function_gives_the_same_bits():

@@ -37,6 +37,12 @@ inline void check_dtype(const char* op, const char* name, const torch::stable::T
                   static_cast<int>(expected), ", got ", static_cast<int>(tensor.scalar_type()));
 }
 
+// What an op writes its result to.
+inline void check_out(const char* op, const torch::stable::Tensor& out) {
+  check_dtype(op, "out", out, torch::headeronly::ScalarType::Float);
+  STD_TORCH_CHECK(out.is_cpu() && out.is_contiguous(), op, ": out must be contiguous, on cpu");
+}
+
 // a / b rounded up; written so that it cannot overflow for the largest b.
 inline int64_t ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 

@@ -41,9 +41,9 @@ std::tuple<Tensor, Tensor> onebit_compress(Tensor x, Tensor error, int64_t block
   return {bits, scales};
 }
 
-Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t block_size) {
-  constexpr const char* kOp = "onebit_decompress";
-  STD_TORCH_CHECK(numel >= 0, kOp, ": numel must be >= 0, got ", numel);
+void decompress_to(const char* kOp, const Tensor& bits, const Tensor& scales, int64_t block_size,
+                   Tensor& x) {
+  const int64_t numel = x.numel();
   check_block_size(kOp, block_size);
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
   check_dtype(kOp, "scales", scales, ScalarType::Float);
@@ -53,14 +53,24 @@ Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t bloc
 
   const Tensor flat_bits = torch::stable::contiguous(bits);
   const Tensor flat_scales = torch::stable::contiguous(scales);
-  Tensor x = torch::stable::new_empty(scales, {numel}, ScalarType::Float);
   const OnebitDecompressArgs args{static_cast<const uint8_t*>(flat_bits.const_data_ptr()),
                                   static_cast<const float*>(flat_scales.const_data_ptr()),
                                   static_cast<float*>(x.mutable_data_ptr()), numel, block_size};
   const auto body = MCP_PICK(onebit_decompress);
   for_blocks(ceil_div(numel, block_size), block_size,
              [&](int64_t first, int64_t last) { body(args, first, last); });
+}
+
+Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t block_size) {
+  STD_TORCH_CHECK(numel >= 0, "onebit_decompress: numel must be >= 0, got ", numel);
+  Tensor x = torch::stable::new_empty(scales, {numel}, ScalarType::Float);
+  decompress_to("onebit_decompress", bits, scales, block_size, x);
   return x;
+}
+
+void onebit_decompress_into(Tensor bits, Tensor scales, int64_t block_size, Tensor out) {
+  check_out("onebit_decompress_into", out);
+  decompress_to("onebit_decompress_into", bits, scales, block_size, out);
 }
 
 }  // namespace
@@ -69,4 +79,5 @@ Tensor onebit_decompress(Tensor bits, Tensor scales, int64_t numel, int64_t bloc
 STABLE_TORCH_LIBRARY_IMPL(mcp_kernels, CPU, m) {
   m.impl("onebit_compress", TORCH_BOX(&mcp::onebit_compress));
   m.impl("onebit_decompress", TORCH_BOX(&mcp::onebit_decompress));
+  m.impl("onebit_decompress_into", TORCH_BOX(&mcp::onebit_decompress_into));
 }

@@ -1,8 +1,7 @@
 // The algorithm of onebit_compress_momentum over rows. Included inside the namespace of an
 // instruction set, after codec_blocks-inl.h.
 
-// First sweep: c into scratch, its bits, its scale. Loops and their rests are written out here as
-// in onebit_compress-inl.h, for the same reason.
+// First sweep: c into scratch, its bits, its scale.
 template <class T, bool kPreconditioned>
 float carry_momentum(const OnebitMomentumArgs& args, const T* grad, int64_t block, float* carried,
                      int64_t count, int64_t ahead) {

@@ -75,9 +75,9 @@ std::tuple<Tensor, Tensor> quantize(Tensor x, int64_t block_size) {
 }
 
 template <ScaledCodec kCodec>
-Tensor decompress(Tensor codes, Tensor scales, int64_t numel, int64_t block_size) {
+void decompress_to(const Tensor& codes, const Tensor& scales, int64_t block_size, Tensor& x) {
   constexpr const char* kOp = names_of(kCodec).decompress;
-  STD_TORCH_CHECK(numel >= 0, kOp, ": numel must be >= 0, got ", numel);
+  const int64_t numel = x.numel();
   check_block_size(kOp, block_size);
   check_dtype(kOp, "codes", codes, ScalarType::Byte);
   check_dtype(kOp, "scales", scales, ScalarType::Float);
@@ -88,14 +88,26 @@ Tensor decompress(Tensor codes, Tensor scales, int64_t numel, int64_t block_size
 
   const Tensor flat_codes = torch::stable::contiguous(codes);
   const Tensor flat_scales = torch::stable::contiguous(scales);
-  Tensor x = torch::stable::new_empty(scales, {numel}, ScalarType::Float);
   const ScaledDecompressArgs args{static_cast<const uint8_t*>(flat_codes.const_data_ptr()),
                                   static_cast<const float*>(flat_scales.const_data_ptr()),
                                   static_cast<float*>(x.mutable_data_ptr()), numel, block_size};
   const auto body = MCP_PICK(scaled_decompress);
   for_blocks(num_blocks, block_size,
              [&](int64_t first, int64_t last) { body(kCodec, args, first, last); });
+}
+
+template <ScaledCodec kCodec>
+Tensor decompress(Tensor codes, Tensor scales, int64_t numel, int64_t block_size) {
+  STD_TORCH_CHECK(numel >= 0, names_of(kCodec).decompress, ": numel must be >= 0, got ", numel);
+  Tensor x = torch::stable::new_empty(scales, {numel}, ScalarType::Float);
+  decompress_to<kCodec>(codes, scales, block_size, x);
   return x;
+}
+
+template <ScaledCodec kCodec>
+void decompress_into(Tensor codes, Tensor scales, int64_t block_size, Tensor out) {
+  check_out(names_of(kCodec).decompress, out);
+  decompress_to<kCodec>(codes, scales, block_size, out);
 }
 
 template <ScaledCodec kCodec>
@@ -121,14 +133,17 @@ STABLE_TORCH_LIBRARY_IMPL(mcp_kernels, CPU, m) {
   using mcp::ScaledCodec;
   m.impl("int8_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kInt8>));
   m.impl("int8_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kInt8>));
+  m.impl("int8_decompress_into", TORCH_BOX(&mcp::decompress_into<ScaledCodec::kInt8>));
   m.impl("int8_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kInt8>));
   m.impl("int8_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kInt8>));
   m.impl("int4_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kInt4>));
   m.impl("int4_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kInt4>));
+  m.impl("int4_decompress_into", TORCH_BOX(&mcp::decompress_into<ScaledCodec::kInt4>));
   m.impl("int4_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kInt4>));
   m.impl("int4_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kInt4>));
   m.impl("fp8_compress", TORCH_BOX(&mcp::compress<ScaledCodec::kFp8>));
   m.impl("fp8_decompress", TORCH_BOX(&mcp::decompress<ScaledCodec::kFp8>));
+  m.impl("fp8_decompress_into", TORCH_BOX(&mcp::decompress_into<ScaledCodec::kFp8>));
   m.impl("fp8_quantize", TORCH_BOX(&mcp::quantize<ScaledCodec::kFp8>));
   m.impl("fp8_reduce", TORCH_BOX(&mcp::reduce<ScaledCodec::kFp8>));
 }

@@ -1,9 +1,9 @@
 // int8, int4 and fp8 (E4M3): a few bits an element, one scale a block, error feedback.
 //
-//   c     = x + error                      compress; reduce: the ranks' mean + error, as
-//   onebit_reduce s     = max |c| / L                    L: 127, 7 or 448; NaN where c is bad or L
-//   * s overflows code  = nearest(clamp(c / s, -L, L))   ties to even; 0 where s is 0 or NaN error
-//   = c - value(code) * s            kept as it was where s is NaN
+//   c     = x + error                      reduce: the mean + error, as onebit_reduce
+//   s     = max |c| / L                    L: 127, 7 or 448; NaN where c is bad or L * s overflows
+//   code  = nearest(clamp(c / s, -L, L))   ties to even; 0 where s is 0 or NaN
+//   error = c - value(code) * s            kept as it was where s is NaN
 //
 // Source: mcp_kernels/ops/_scaled_codec.py, the definition.
 // Cost: 8 B read and 4 B + the code written an element (float32 x); a division hides behind them.

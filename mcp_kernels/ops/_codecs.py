@@ -45,6 +45,10 @@ class Codec:
         """``[numel]`` float32."""
         return self._op("decompress")(codes, scales, numel, block_size)
 
+    def decompress_into(self, codes: Tensor, scales: Tensor, block_size: int, out: Tensor) -> None:
+        """As ``decompress`` of ``out.numel()`` elements, into contiguous float32 ``out``."""
+        self._op("decompress_into")(codes, scales, block_size, out)
+
     def _op(self, part: str) -> Any:
         return getattr(torch.ops.mcp_kernels, f"{self.name}_{part}")
 

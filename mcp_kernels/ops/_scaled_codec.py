@@ -124,6 +124,13 @@ class ScaledCodec:
         # One NaN, whatever the machine makes of NaN * scale.
         return torch.where(units.isnan() | ~scale.isfinite(), NAN, units * scale)
 
+    def decompress_into_ref(
+        self, codes: Tensor, scales: Tensor, block_size: int, out: Tensor
+    ) -> None:
+        """The definition: ``<codec>_decompress`` into memory that is there already."""
+        op = getattr(torch.ops.mcp_kernels, f"{self.name}_decompress")
+        out.copy_(op(codes, scales, out.numel(), block_size).view(out.shape))
+
     def reduce_ref(
         self,
         codes: Tensor,
@@ -160,6 +167,10 @@ class ScaledCodec:
             f"{self.name}_decompress(Tensor codes, Tensor scales, SymInt numel, "
             f"SymInt block_size=1024) -> Tensor"
         )
+        decompress_into = (
+            f"{self.name}_decompress_into(Tensor codes, Tensor scales, SymInt block_size, "
+            f"Tensor(a!) out) -> ()"
+        )
         reduce = (
             f"{self.name}_reduce(Tensor codes, Tensor scales, Tensor(a!) server_error, "
             f"Tensor? counts, SymInt block_size) -> (Tensor codes, Tensor scales)"
@@ -181,6 +192,9 @@ class ScaledCodec:
         ) -> Any:
             return scales.new_empty(numel)
 
+        def into_fake(codes: Tensor, scales: Tensor, block_size: int, out: Tensor) -> None:
+            return None
+
         def reduce_fake(
             codes: Tensor,
             scales: Tensor,
@@ -194,6 +208,7 @@ class ScaledCodec:
             (compress, {"reference": self.compress_ref, "fake": compress_fake}),
             (quantize, {"reference": self.quantize_ref, "fake": quantize_fake}),
             (decompress, {"reference": self.decompress_ref, "fake": decompress_fake}),
+            (decompress_into, {"reference": self.decompress_into_ref, "fake": into_fake}),
             (reduce, {"reference": self.reduce_ref, "fake": reduce_fake}),
         ]
 

@@ -21,6 +21,7 @@ def onebit_all_reduce(
     *,
     group: ProcessGroup | HostGroups | None = None,
     block_size: int = 1024,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Mean of ``x`` over the ranks, sent as signs and block scales, with error feedback.
 
@@ -33,10 +34,11 @@ def onebit_all_reduce(
             float32, what it could not pass on yet; **updated in place**.
         group: None is the world, or this process alone where torch.distributed is not set up.
         block_size: elements that share a scale, a positive multiple of 8.
+        out: where the result goes, as in ``compressed_all_reduce``; it may be x itself.
 
     Returns:
-        A new tensor of x's shape and dtype, the same bits on every rank. Blocks with a NaN or an
-        infinity on some rank are NaN on all.
+        ``out``, or a new tensor of x's shape and dtype, the same bits on every rank. Blocks with a
+        NaN or an infinity on some rank are NaN on all.
 
     Raises:
         TypeError: a tensor has the wrong dtype.
@@ -45,7 +47,7 @@ def onebit_all_reduce(
     Cost: two collectives; a rank sends about ``(W - 1) / W * N / 4`` bytes, 1/31 of float32.
     """
     state = ErrorState(worker_error, server_error)
-    result = compressed_all_reduce(x, state, group, ONEBIT, block_size=block_size)
+    result = compressed_all_reduce(x, state, group, ONEBIT, block_size=block_size, out=out)
     assert isinstance(result, Tensor)
     return result
 

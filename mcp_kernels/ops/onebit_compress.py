@@ -109,6 +109,12 @@ def onebit_decompress_ref(
     return torch.where(unpack_bits(bits, numel), scale, -scale)
 
 
+def onebit_decompress_into_ref(bits: Tensor, scales: Tensor, block_size: int, out: Tensor) -> None:
+    """The definition: ``onebit_decompress`` into memory that is there already."""
+    values = torch.ops.mcp_kernels.onebit_decompress(bits, scales, out.numel(), block_size)
+    out.copy_(values.view(out.shape))
+
+
 def _empty_result(x: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
     """Uninitialised bits and scales of the right shapes, for sizes that may be symbolic."""
     num_bytes = (x.numel() + 7) // 8
@@ -135,4 +141,9 @@ define_op(
     "onebit_decompress(Tensor bits, Tensor scales, SymInt numel, SymInt block_size=1024) -> Tensor",
     reference=onebit_decompress_ref,
     fake=_decompress_fake,
+)
+define_op(
+    "onebit_decompress_into(Tensor bits, Tensor scales, SymInt block_size, Tensor(a!) out) -> ()",
+    reference=onebit_decompress_into_ref,
+    fake=lambda bits, scales, block_size, out: None,
 )

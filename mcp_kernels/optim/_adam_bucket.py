@@ -1,7 +1,7 @@
 """One flat bucket of OneBitAdam: the switch, and the steps after it.
 
-``freeze`` turns the second moment into the divisor of stage 2 and hands the first moment over; from
-then on the momentum is codes.
+``freeze`` turns the second moment into the preconditioner of stage 2 and the first moment into that
+of preconditioned gradients; from then on the momentum is codes.
 
 Letters: P, S as in ``_flat_params``; B = blocks; t = steps done, this one included.
 """
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcp_kernels.ops import _comm
+from mcp_kernels.ops._blocks import pack_bits
 from mcp_kernels.ops._code_exchange import Chunks, CodeExchange, uncompressed_bytes
 from mcp_kernels.ops._codecs import ONEBIT
 from mcp_kernels.ops.onebit_adam_update import onebit_adam_update
@@ -38,10 +39,10 @@ class AdamBucket(AdamStage):
     def freeze(self, mask: Mask, floor: float, count: int) -> int:
         """Leave stage 1 after ``count`` steps; collective where the state is sharded.
 
-        The bias corrections are folded in once: ``denom = sqrt(v / (1 - beta2^t)) + eps``.
+        The bias corrections are folded in once: ``1 / (sqrt(v / (1 - beta2^t)) + eps)``.
 
         Args:
-            mask: coordinates that get an infinite ``denom``, so no update.
+            mask: coordinates that get no update.
             floor: smallest root of a variance, as a part of the root mean variance of its block.
             count: t.
 
@@ -68,14 +69,18 @@ class AdamBucket(AdamStage):
                 hidden.append((v, where))
         if floor > 0:
             self._raise_to_floor(self.exp_avg_sq, floor)
-        self.exp_avg_sq.sqrt_().add_(self.eps)
+        factors = self.exp_avg_sq.sqrt_().add_(self.eps).reciprocal_()
         for v, where in hidden:
-            v.masked_fill_(where, torch.inf)
+            v.masked_fill_(where, 0.0)
             masked += int(where.sum())
-        self.denom, self.exp_avg_sq = self.exp_avg_sq, None
-        if flat.is_sharded:
+        factors = self.new_buffer(factors.numel(), torch.bfloat16).copy_(factors)
+        self.exp_avg_sq = None
+        if flat.is_sharded:  # every rank codes all of its gradient
             assert self.group is not None
+            factors = _comm.gather(factors, self.group, 0)
             self.exp_avg = _comm.gather(self.exp_avg, self.group, 0)
+        self.exp_avg *= factors
+        self.precondition_by(factors)
         # The buffer of averaged gradients is not needed any more and has the right size.
         reused = None if self._grads is None else self._grads
         self._grads = None
@@ -91,6 +96,14 @@ class AdamBucket(AdamStage):
         blocks = v_S.view(-1, self.layout.block_size)
         lowest = blocks.sum(1).div_(counts).mul_(floor * floor)
         torch.maximum(blocks, lowest[:, None], out=blocks)
+
+    def precondition_by(self, factors_P: Tensor) -> None:
+        """Gradients are multiplied by these from now on; 0 masks a coordinate."""
+        self.preconditioner = factors_P
+        start, stop = self.flat.span
+        moves = factors_P[start:stop] != 0
+        # A sign cannot say zero, so what is masked must be known where codes are applied.
+        self.moves = None if moves.all() else pack_bits(moves)
 
     def make_codes(self, worker_error: Tensor) -> None:
         """Zero codes and errors."""
@@ -117,16 +130,18 @@ class AdamBucket(AdamStage):
         assert self.scales is not None
         assert self.worker_error is not None
         assert self.server_error is not None
-        block = self.layout.block_size
+        block, factors = self.layout.block_size, self.preconditioner
         grads, beta1 = [self._grad(i) for i in range(len(self.flat.params))], self.betas[0]
         if self.exp_avg is not None:  # the first compressed step: the momentum is float32 still
-            grads, beta1, factor = self._first_momentum(grads, factor), 0.0, 1.0
+            grads, factors = self._first_momentum(grads, factor), None
+            beta1, factor = 0.0, 1.0
         bits, scales = onebit_compress_momentum(
             grads,
             *(self.bits, self.scales, self.worker_error),
             beta1=beta1,
             grad_scale=factor,
             block_size=block,
+            preconditioner=factors,
         )
         world = 1 if self.group is None else self.group.size()
         chunks = Chunks(self.layout.padded_numel, world, block, ONEBIT)
@@ -143,10 +158,14 @@ class AdamBucket(AdamStage):
     def _first_momentum(self, grads: Sequence[Tensor], factor: float) -> list[Tensor]:
         """``beta1 * m + (1 - beta1) * g`` from the float32 momentum, in its place."""
         assert self.exp_avg is not None
+        assert self.preconditioner is not None
         self.exp_avg.mul_(self.betas[0])
         views = self.flat.views(self.exp_avg)
-        for view, grad in zip(views, grads, strict=True):
-            view.add_(grad.to(torch.float32) * factor, alpha=1 - self.betas[0])
+        factors = self.flat.views(self.preconditioner)
+        for view, grad, factors_here in zip(views, grads, factors, strict=True):
+            view.addcmul_(
+                grad.to(torch.float32) * factor, factors_here.float(), value=1 - self.betas[0]
+            )
         return views
 
     def advance(self, options: Sequence[Mapping[str, Any]], count: int) -> None:
@@ -183,7 +202,6 @@ class AdamBucket(AdamStage):
     ) -> None:
         """Update this rank's span by the codes of its span."""
         flat, block = self.flat, self.layout.block_size
-        assert self.denom is not None
         master_views = None
         if flat.is_sharded:
             assert self.master is not None
@@ -199,7 +217,7 @@ class AdamBucket(AdamStage):
             decay = float(options[group]["weight_decay"])
             onebit_adam_update(
                 targets,
-                self.denom[start:stop],
+                None,
                 bits[start // 8 : stop // 8],
                 scales[start // block : stop // block],
                 lr=lr,
@@ -207,6 +225,7 @@ class AdamBucket(AdamStage):
                 weight_decays=[decay if self.steps[s.index] > 0 else 0.0 for s in segments],
                 block_size=block,
                 master=master,
+                moves=None if self.moves is None else self.moves[start // 8 : stop // 8],
             )
 
     # --- bytes ----------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ class AdamStage:
         # The momentum: [S] float32 in stage 1, [P] until the first compressed step, then codes.
         self.exp_avg: Tensor | None = self.new_buffer(span, flat.state_dtype)  # [S]
         self.exp_avg_sq: Tensor | None = self.new_buffer(span, flat.state_dtype)  # [S], stage 1
-        self.denom: Tensor | None = None  # [S] float32, stage 2
+        self.preconditioner: Tensor | None = None  # [P] bfloat16, stage 2
+        self.moves: Tensor | None = None  # [S / 8] uint8, stage 2, where coordinates are masked
         self.bits: Tensor | None = None  # [P / 8] uint8
         self.scales: Tensor | None = None  # [B] float32
         self.worker_error: Tensor | None = None  # [P] float32
@@ -69,7 +70,7 @@ class AdamStage:
     @property
     def is_frozen(self) -> bool:
         """Whether this bucket is in stage 2."""
-        return self.denom is not None
+        return self.preconditioner is not None
 
     def new_buffer(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Zeros on the bucket's device, on huge pages where there are any."""

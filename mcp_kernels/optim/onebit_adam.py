@@ -1,18 +1,26 @@
 """1-bit Adam: AdamW whose gradients, once the variance has settled, travel as signs.
 
 Stage 1 is torch's AdamW on averaged gradients. At the switch the second moment is frozen; from then
-on each rank folds its own gradient into the momentum and the ranks average the momentum in one bit
-an element, with error feedback (``compressed_all_reduce``). The averaged momentum is those signs
-and scales, and is kept as such.
+on each rank folds its own gradient, divided by the frozen root, into the momentum and the ranks
+average that in one bit an element, with error feedback (``compressed_all_reduce``). The averaged
+momentum is those signs and scales, and is kept as such.
 
     stage 1 (t <= T)   AdamW(mean of g_i)
-    switch             denom = sqrt(v / (1 - beta2^T)) + eps, masked where v = 0, floored
-    stage 2 (t > T)    m_i = beta1 m + (1 - beta1) g_i
+    switch             f = 1 / (sqrt(v / (1 - beta2^T)) + eps) in bfloat16, floored, 0 where v = 0
+                       m = m f
+    stage 2 (t > T)    m_i = beta1 m + (1 - beta1) g_i f
                        m   = compressed mean of m_i over the ranks
-                       p   = p (1 - lr wd) - lr / (1 - beta1^t) * m / denom
+                       p   = p (1 - lr wd) - lr / (1 - beta1^t) * m
 
-Source: Tang et al., "1-bit Adam" (ICML 2021, arXiv 2102.02888). Ours are block scales, the bias
-corrections (folded into ``denom`` once), the mask, decoupled weight decay, and sharded state.
+A sign moves every coordinate of a block by the block's scale, so what is coded had better be of one
+size all over it. Gradients are not; what Adam applies is, and f, which no longer changes and is the
+same everywhere, can be applied before the mean as well as after it. The paper codes m and divides
+then, so coordinates of small variance are thrown about by the scale of their neighbours: on the
+tiny byte model that costs five times as much validation loss (README.md).
+
+Source: Tang et al., "1-bit Adam" (ICML 2021, arXiv 2102.02888); coding the preconditioned momentum:
+Chen et al., "Quantized Adam with Error Feedback" (2021, arXiv 2004.14180). Ours are block scales,
+the bias corrections (folded into f once), the mask, decoupled weight decay, and sharded state.
 """
 
 from __future__ import annotations
@@ -113,8 +121,8 @@ class OneBitAdam(torch.optim.Optimizer):
         TypeError: a parameter has a dtype that is no float.
         ValueError: an option breaks its rule, or parameters are sharded (ZeRO-2/3).
 
-    State after the switch, bytes a parameter: divisor 4, worker error 4, codes 1/8, scales
-    4 / 1024, server error 4 / W; with ``zero=1`` the divisor and the master weights are 4 / W each.
+    State after the switch, bytes a parameter: preconditioner 2, worker error 4, codes 1/8, scales
+    4 / 1024, server error 4 / W; with ``zero=1`` also master weights, 4 / W.
     """
 
     def __init__(  # noqa: PLR0913 (options of an optimizer, by keyword)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 VERSION = 1
 # Tensors of a bucket by what a rank holds of them: all of the buffer, its span, its chunk.
-_WHOLE = ("bits", "scales", "worker_error")
-_SPAN = ("exp_avg_sq", "denom", "master")
+_WHOLE = ("preconditioner", "bits", "scales", "worker_error")
+_SPAN = ("exp_avg_sq", "master")
 _TENSORS = ("exp_avg", *_SPAN, *_WHOLE, "server_error")
 
 
@@ -126,6 +126,9 @@ def _read_bucket(bucket: AdamBucket, saved: Mapping[str, Any]) -> None:
             held = bucket.new_buffer(tensors[name].numel(), tensors[name].dtype)
             setattr(bucket, name, held)
         held.copy_(tensors[name])
+    bucket.moves = None
+    if bucket.preconditioner is not None:
+        bucket.precondition_by(bucket.preconditioner)
 
 
 def reshard(
@@ -189,12 +192,13 @@ def _reshard_bucket(
     for name in ("exp_avg", *_SPAN):
         if name in held:
             # The momentum in float32 is whole on every rank once the variance is frozen.
-            cut = was_sharded and not (name == "exp_avg" and "denom" in held)
+            cut = was_sharded and not (name == "exp_avg" and "preconditioner" in held)
             parts = [old["tensors"][name] for old in olds] if cut else [held[name]]
             whole = fitted(torch.cat(parts), padded)
-            is_cut = is_sharded and not (name == "exp_avg" and "denom" in held)
+            is_cut = is_sharded and not (name == "exp_avg" and "preconditioner" in held)
             tensors[name] = whole[own].clone() if is_cut else whole
     if "worker_error" in held:
+        tensors["preconditioner"] = fitted(held["preconditioner"], padded)
         tensors["bits"] = fitted(held["bits"], padded // 8)
         tensors["scales"] = fitted(held["scales"], layout.num_blocks)
         errors = torch.stack([old["tensors"]["worker_error"].double() for old in olds]).mean(0)

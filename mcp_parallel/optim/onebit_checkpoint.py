@@ -1,9 +1,9 @@
 """1-bit Adam's state as named rectangles, so that any layout can load it.
 
 By parameter, as whole tensors of its shape: the momentum (decoded), the second moment or the
-divisor, the server's error; and, with a leading dim of dp * cp, every rank's worker error. At the
-same layout a resumed run continues bit by bit. At another one ``onebit_move`` says what becomes of
-it.
+preconditioner, the server's error; and, with a leading dim of dp * cp, every rank's worker error.
+At the same layout a resumed run continues bit by bit. At another one ``onebit_move`` says what
+becomes of it.
 """
 
 from __future__ import annotations
@@ -134,11 +134,16 @@ class OneBitCheckpoint:
             moving = set(bucket.flat.names) - frozen
             kinds = {"exp_avg": frozen | moving}
             if frozen:
-                kinds |= {"denom": frozen, "server_error": frozen}
+                kinds |= {"preconditioner": frozen, "server_error": frozen}
             if moving:
                 kinds |= {"exp_avg_sq": moving}
             padded = bucket.layout.padded_numel
-            flats = {kind: bucket.new_buffer(padded, bucket.flat.state_dtype) for kind in kinds}
+            flats = {
+                kind: bucket.new_buffer(
+                    padded, torch.bfloat16 if kind == "preconditioner" else bucket.flat.state_dtype
+                )
+                for kind in kinds
+            }
             for kind, names in kinds.items():
                 found += self._chunks_of(bucket, kind, flats[kind], names)
             if frozen:
@@ -181,8 +186,9 @@ class OneBitCheckpoint:
 
 
 def _frozen_names(bucket: AdamBucket, manifest: Manifest) -> set[str]:
-    """Parameters whose second moment a checkpoint holds as a divisor."""
-    return {name for name in bucket.flat.names if f"optim.denom.{name}" in manifest.tensors}
+    """Parameters whose second moment a checkpoint holds as a preconditioner."""
+    names = bucket.flat.names
+    return {name for name in names if f"optim.preconditioner.{name}" in manifest.tensors}
 
 
 def _saved(extra: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -197,7 +203,7 @@ def _whole_flats(bucket: AdamBucket) -> Flats:
     if bucket.bits is not None and bucket.exp_avg is None:
         assert bucket.scales is not None
         flats["exp_avg"] = onebit_decompress(bucket.bits, bucket.scales, padded, block)
-    for kind in ("exp_avg", "exp_avg_sq", "denom"):
+    for kind in ("exp_avg", "exp_avg_sq", "preconditioner"):
         value = getattr(bucket, kind)
         if value is not None:
             flats[kind] = _gathered(bucket, value)

@@ -2,8 +2,9 @@
 
 - Another dp: every rank goes on with the mean of the worker errors, the server's are cut anew.
 - Another tp or pp: blocks are cut anew, and what the momentum's new codes lose joins the errors.
-- A tied embedding is compressed on one pipeline stage and not on two: its divisor becomes a second
-  moment again and its errors join its momentum, or the other way round.
+- A tied embedding is compressed on one pipeline stage and not on two: its preconditioner becomes a
+  second moment again and its errors join its momentum, which is of plain gradients again, or the
+  other way round.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ Flats = dict[str, Tensor]
 
 def load_moments(bucket: AdamBucket, flats: Flats) -> None:
     """Stage 1."""
-    bucket.denom = bucket.bits = bucket.scales = bucket.worker_error = bucket.server_error = None
+    bucket.preconditioner = bucket.moves = bucket.bits = bucket.scales = None
+    bucket.worker_error = bucket.server_error = None
     for kind in MOMENTS:
         setattr(bucket, kind, _own_span(bucket, flats[kind]))
 
 
 def load_frozen(bucket: AdamBucket, flats: Flats, *, has_codes: bool) -> None:
-    """Stage 2: divisor and errors as they were, the momentum coded again if it was."""
+    """Stage 2: preconditioner and errors as they were, the momentum coded again if it was."""
     layout = bucket.layout
-    bucket.exp_avg_sq, bucket.denom = None, _own_span(bucket, flats["denom"])
+    bucket.exp_avg_sq = None
+    bucket.precondition_by(flats["preconditioner"])
     bucket.make_codes(_mean_error(bucket, flats))
     assert bucket.bits is not None
     assert bucket.scales is not None
@@ -54,38 +57,44 @@ def load_frozen(bucket: AdamBucket, flats: Flats, *, has_codes: bool) -> None:
 
 
 def freeze_others(bucket: AdamBucket, flats: Flats, frozen: set[str], mask: Mask) -> None:
-    """Divisors for parameters of a frozen bucket that were saved with second moments."""
+    """Preconditioners for parameters of a frozen bucket that were saved with second moments."""
     padded = bucket.layout.padded_numel
-    for kind in ("denom", "server_error", "worker_error"):
+    for kind in ("server_error", "worker_error"):
         if kind not in flats:
             flats[kind] = bucket.new_buffer(padded)
+    if "preconditioner" not in flats:
+        flats["preconditioner"] = bucket.new_buffer(padded, torch.bfloat16)
     if "exp_avg_sq" not in flats:
         return
-    pairs = zip(*(bucket.flat.views(flats[k]) for k in ("exp_avg_sq", "denom")), strict=True)
-    for name, steps, (v, denom) in zip(bucket.flat.names, bucket.steps, pairs, strict=True):
+    kinds = ("exp_avg", "exp_avg_sq", "preconditioner")
+    views = zip(*(bucket.flat.views(flats[kind]) for kind in kinds), strict=True)
+    for name, steps, (m, v, factors) in zip(bucket.flat.names, bucket.steps, views, strict=True):
         if name not in frozen:
             v_hat = v.view(-1) / (1 - bucket.betas[1] ** max(steps.item(), 1))
-            denom.copy_((v_hat.sqrt() + bucket.eps).view(denom.shape))
+            factors.copy_(((v_hat.sqrt() + bucket.eps).reciprocal()).view(factors.shape))
             hidden = mask(name, v_hat)
             if hidden is not None:
-                denom.masked_fill_(hidden.view(denom.shape), torch.inf)
+                factors.masked_fill_(hidden.view(factors.shape), 0.0)
+            m *= factors
 
 
 def thaw(bucket: AdamBucket, flats: Flats, frozen: set[str]) -> None:
-    """Second moments for parameters of a bucket in stage 1 that were saved with divisors."""
+    """Moments for parameters of a bucket in stage 1 that were saved with preconditioners."""
     if not frozen:
         return
     if "exp_avg_sq" not in flats:
         flats["exp_avg_sq"] = bucket.new_buffer(bucket.layout.padded_numel)
     held = _mean_error(bucket, flats) + flats["server_error"]
-    views = (bucket.flat.views(flats[k]) for k in ("exp_avg", "exp_avg_sq", "denom"))
+    views = (bucket.flat.views(flats[k]) for k in ("exp_avg", "exp_avg_sq", "preconditioner"))
     parts = zip(*views, bucket.flat.views(held), strict=True)
-    for name, steps, (m, v, denom, error) in zip(
+    for name, steps, (m, v, factors, error) in zip(
         bucket.flat.names, bucket.steps, parts, strict=True
     ):
         if name in frozen:
+            denom = torch.where(factors > 0, factors.float().reciprocal(), 0.0)
             m += error
-            root = torch.where(denom.isfinite(), denom - bucket.eps, 0.0)
+            m *= denom
+            root = (denom - bucket.eps).clamp(min=0)
             v.copy_(root.square() * (1 - bucket.betas[1] ** steps.item()))
 
 
