@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
 from mcp_parallel.rules import batch, context, data, layout, optimizer, values, zero
+from mcp_parallel.rules.nearest import nearest_layouts
 from mcp_parallel.rules.problem import Problem
 
 _MAX_RANKS = 1 << 20
@@ -74,6 +75,10 @@ _FILES = (
     _Family((data.resume_problems,), frozenset()),
 )
 
+_BATCHES = ("train.global_batch_size", "train.micro_batch_size")
+# What has to be in range for a layout to be judged.
+_READ = frozenset[str]().union(*(family.reads for family in _LAYOUT), _BATCHES)
+
 
 def check(config: Config, world_size: int | None = None) -> None:
     """Refuse a configuration that cannot run, saying everything that is wrong with it.
@@ -95,21 +100,51 @@ def check(config: Config, world_size: int | None = None) -> None:
     Config.from_mapping(config.to_mapping())
     problems = find_problems(config, world_size)
     if problems:
-        raise ConfigError([str(problem) for problem in problems])
+        layouts = find_layouts(config, problems, world_size)
+        raise ConfigError([str(problem) for problem in problems], layouts)
+
+
+def find_layouts(
+    config: Config, problems: Sequence[Problem], world_size: int | None = None
+) -> list[dict[str, Any]]:
+    """Up to three layouts, nearest first, that mend what in ``problems`` a layout can mend.
+
+    Every one has been through the same rules (see ``rules.nearest``). None where no layout does,
+    or where a number is so far out that no layout is near.
+    """
+    names = {problem.name for problem in problems if not _is_of_layout(problem)}
+    if len(names) == len(problems) or {p.key for p in values.range_problems(config)} & _READ:
+        return []
+
+    def legal(other: Config) -> bool:
+        found = _find_problems(other, (*_LAYOUT, *_OPTIMIZER, *_DOCUMENTS))
+        return {problem.name for problem in found} <= names
+
+    return nearest_layouts(config, world_size, legal)
+
+
+def _is_of_layout(problem: Problem) -> bool:
+    """Whether another layout may mend it: it is about a degree, or one of its ways out is."""
+    keys = [problem.key, *(key for way in problem.ways if len(way) == 1 for key in way)]
+    return problem.key in _BATCHES or any(key.startswith("parallel.") for key in keys)
 
 
 def find_problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """What ``check`` would refuse, as records; the config's types are right."""
+    problems = _find_problems(config, (*_LAYOUT, *_OPTIMIZER, *_DOCUMENTS, *_FILES))
+    out_of_range = {problem.key for problem in values.range_problems(config)}
+    if world_size is not None and not out_of_range & _DEGREES:
+        problems += _world_problems(config, world_size)
+    return problems
+
+
+def _find_problems(config: Config, families: tuple[_Family, ...]) -> list[Problem]:
+    """The problems of ``families`` and of single keys."""
     problems = list(values.range_problems(config))
     out_of_range = {problem.key for problem in problems}
     problems += values.not_yet_problems(config)
     problems += values.relation_problems(config)
-    problems += _run(_LAYOUT, config, out_of_range)
-    problems += _run(_OPTIMIZER, config, out_of_range)
-    problems += _run(_DOCUMENTS, config, out_of_range)
-    problems += _run(_FILES, config, out_of_range)
-    if world_size is not None and not out_of_range & _DEGREES:
-        problems += _world_problems(config, world_size)
+    problems += _run(families, config, out_of_range)
     return problems
 
 

@@ -256,7 +256,8 @@ def parse_overrides(
             try:
                 value = _override_value(text.strip(), field_types(known[table])[key])
             except ConfigError as error:
-                problems += [f"{problem} in {shown(override)}" for problem in error.problems]
+                advice = "write one plain value, as in train.lr=3e-4"
+                problems += [f"{p} in {shown(override)}; {advice}" for p in error.problems]
                 continue
             target = values
             for part in table.split("."):

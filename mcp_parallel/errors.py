@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 OK = 0
 """Done."""
@@ -21,14 +21,29 @@ class ConfigError(ValueError):
 
     Attributes:
         problems: one line each, ASCII, naming the key, the value and a way out. Never empty.
+        layouts: up to three changes of ``table.key`` to value, nearest first, that give a layout
+            which runs; empty where the layout is not what keeps the run from running.
     """
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(
+        self, problems: Sequence[str], layouts: Sequence[Mapping[str, object]] = ()
+    ) -> None:
         self.problems: list[str] = list(problems)
-        super().__init__("\n".join(self.problems))
+        self.layouts: list[dict[str, object]] = [dict(layout) for layout in layouts]
+        super().__init__("\n".join(self.lines()))
 
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
-        return type(self), (self.problems,)
+    def lines(self) -> list[str]:
+        """What a person reads: the problems, and one line of the layouts if there are any."""
+        if not self.layouts:
+            return self.problems
+        each = (
+            joined((f"{key} = {value}" for key, value in layout.items()), "and")
+            for layout in self.layouts
+        )
+        return [*self.problems, f"check: nearest layouts that run; use {', or '.join(each)}"]
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str], list[dict[str, object]]]]:
+        return type(self), (self.problems, self.layouts)
 
 
 def shown(value: object) -> str:

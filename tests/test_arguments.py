@@ -98,9 +98,8 @@ def test_classic_line_under_torchrun():
     assert config == config_of(CLASSIC.replace("_", "-"), world_size=8)
 
 
-def test_classic_line_with_context_parallel_is_refused_in_words():
-    (problem,) = problems_of(f"{CLASSIC} --cp_degree 2", world_size=16)
-    assert problem == "check: parallel.cp must be 1 in this version, got 2; use parallel.cp = 1"
+def test_classic_line_with_context_parallel():
+    assert config_of(f"{CLASSIC} --cp_degree 2", world_size=16).parallel.cp == 2
 
 
 def test_dp_is_derived_from_the_world_unless_it_is_given(write):
@@ -157,7 +156,6 @@ def test_a_config_that_cannot_run_is_refused():
     problems = problems_of("--tp 3 --pp 9")
     assert {problem.split(" must ")[0] for problem in problems} == {
         "check: parallel.tp",
-        "check: model.seq_len",
         "check: parallel.pp",
         "check: train.micro_batch_size",
     }

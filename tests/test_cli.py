@@ -124,7 +124,11 @@ def test_a_refused_config_is_told_in_full_and_exits_with_2(monkeypatch, capsys, 
     assert main.main(["doctor"] + ["--json"] * as_json) == 2
     out, err = capsys.readouterr()
     if as_json:
-        assert json.loads(out) == {"ok": False, "problems": ["first problem", "second problem"]}
+        assert json.loads(out) == {
+            "ok": False,
+            "problems": ["first problem", "second problem"],
+            "layouts": [],
+        }
     else:
         assert (out, err) == ("", "first problem\nsecond problem\n")
 

@@ -9,10 +9,13 @@ gathered anew, its parts travel while dx is computed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from mcp_kernels.ops import _comm, _fused
+from mcp_kernels.ops._deferred import WeightGradients
 from mcp_kernels.ops._linear import as_rows
 
 SCHEMA = (
@@ -140,6 +143,20 @@ def fake(
         for weight, need in zip(weights, needs_dw, strict=True)
     ]
     return x.new_empty(shape if needs_dx else 0), dws
+
+
+def defer(
+    ctx: Any, later: WeightGradients, x: Tensor, pairs: list[tuple[int, Tensor, Tensor]]
+) -> None:
+    """Leave the products for the weights of ``pairs`` (place, dy, weight) to ``later``."""
+    group, dim, size = ctx.group, ctx.dim, ctx.size
+    is_part = bool(group) and dim is not None and not ctx.is_gathered
+
+    def compute() -> list[Tensor]:
+        whole = torch.ops.mcp_kernels.all_gather(x, group, dim, size) if is_part else x
+        return [torch.mm(as_rows(dy).t(), as_rows(whole)) for _, dy, _ in pairs]
+
+    later.add([ctx.weights[place] for place, _, _ in pairs], compute)
 
 
 def _weight_gradients(dys: list[Tensor], x: Tensor, needs: list[bool]) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from mcp_kernels._op import General, define_op, override
 from mcp_kernels.ops import _column_backward, _column_forward, _comm
 from mcp_kernels.ops._autocast import under_autocast
-from mcp_kernels.ops._deferred import WeightGradients, deferring
+from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
 from mcp_kernels.ops.collectives import replicated_gradient
 
@@ -163,7 +163,7 @@ def _gradients(
     ]
     later = deferring()
     if later is not None and any(needs[1]):
-        _defer(ctx, later, x, [pair for pair in pairs if needs[1][pair[0]]])
+        _column_backward.defer(ctx, later, x, [pair for pair in pairs if needs[1][pair[0]]])
         needs = (needs[0], [False] * len(weights), needs[2])
     if ctx.group and pairs and d_gathered is None and not torch.is_grad_enabled():
         return _fused_gradients(ctx, x, pairs, len(weights), needs)
@@ -190,20 +190,6 @@ def _gradients(
     if ctx.group and dx is not None:
         dx = _sum_op(dx, ctx.group, ctx.dim)
     return dx, dws, dbs
-
-
-def _defer(
-    ctx: Any, later: WeightGradients, x: Tensor, pairs: list[tuple[int, Tensor, Tensor]]
-) -> None:
-    """Leave the products for the weights of ``pairs`` (place, dy, weight) to ``later``."""
-    group, dim, size = ctx.group, ctx.dim, ctx.size
-    is_part = bool(group) and dim is not None and not ctx.is_gathered
-
-    def compute() -> list[Tensor]:
-        whole = torch.ops.mcp_kernels.all_gather(x, group, dim, size) if is_part else x
-        return [torch.mm(as_rows(dy).t(), as_rows(whole)) for _, dy, _ in pairs]
-
-    later.add([ctx.weights[place] for place, _, _ in pairs], compute)
 
 
 def _fused_gradients(

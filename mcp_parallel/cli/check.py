@@ -38,9 +38,10 @@ def run(args: argparse.Namespace) -> int:
         config, _ = resolve_arguments(args, _world_size(args.world_size))
     except ConfigError as error:
         if args.json:
-            sys.stdout.write(json.dumps({"ok": False, "problems": error.problems}) + "\n")
+            refusal = {"ok": False, "problems": error.problems, "layouts": error.layouts}
+            sys.stdout.write(json.dumps(refusal) + "\n")
         else:
-            sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
+            sys.stderr.write("".join(f"{line}\n" for line in error.lines()))
         return BAD_CONFIG
     summary = summarize(config)
     if args.json:

@@ -47,9 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.code if isinstance(error.code, int) else OK
     except ConfigError as error:
         if getattr(args, "json", False):
-            sys.stdout.write(json.dumps({"ok": False, "problems": error.problems}) + "\n")
+            refusal = {"ok": False, "problems": error.problems, "layouts": error.layouts}
+            sys.stdout.write(json.dumps(refusal) + "\n")
         else:
-            sys.stderr.write("".join(f"{problem}\n" for problem in error.problems))
+            sys.stderr.write("".join(f"{line}\n" for line in error.lines()))
         return BAD_CONFIG
     except KeyboardInterrupt:
         return STOPPED

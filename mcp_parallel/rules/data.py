@@ -84,11 +84,12 @@ def _length_problems(config: Config, tokens: int) -> Iterator[Problem]:
     seq_len, shorter = config.model.seq_len, tokens - 1
     if tokens > seq_len:
         return
+    name = "the default text" if config.data.path is None else shown(config.data.path)
     yield Problem(
         "data too short",
         "data.path",
         f"hold at least seq_len + 1 = {seq_len + 1} tokens",
-        f"{tokens} in {shown(config.data.path)}",
+        f"{tokens} in {name}",
         (({"model.seq_len": shorter},) if shorter > 0 else ())
         + ((_DEFAULT_DATA,) if config.data.path is not None else ())
         or ({"model.seq_len": 1},),
