@@ -43,6 +43,7 @@ def save_step(run_dir: Path, step_number: int, step: TrainingStep) -> Path:
             "config": config.to_mapping(),
             "sample_position": step_number * config.train.global_batch_size,
             **step.optimizer.extra(),
+            **step.scaler.extra(),
         },
         group=step.mesh.world,
     )
@@ -60,5 +61,6 @@ def load_step(path: Path, step: TrainingStep) -> int:
         group=step.mesh.world,
     )
     step.optimizer.loaded(manifest)
+    step.scaler.load(manifest.extra)
     publish(step.shards)
     return manifest.step

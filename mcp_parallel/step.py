@@ -15,12 +15,14 @@ from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.optim.lower_tier import LowerTier
+from mcp_parallel.optim.scaler import LossScaler
 from mcp_parallel.parallel.clock import Occupation, bubbles
 from mcp_parallel.parallel.context import split_of
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import build_stages
+from mcp_parallel.parallel.precision import fp32_share
 from mcp_parallel.parallel.shards import publish
 
 
@@ -44,6 +46,11 @@ class StepResult:
     bubbles: tuple[float, ...] | None = None
     """Idle fraction of each pipeline rank, 0 to 1 (see ``parallel.clock.bubbles``), times being
     means over its dp, cp and tp ranks; None without a pipeline."""
+
+    loss_scale: float | None = None
+    """What the loss was multiplied with for backward, where loss scaling is on."""
+    skipped: bool = False
+    """Gradients overflowed at this loss scale: nothing was updated, and the scale was lowered."""
 
     @property
     def is_finite(self) -> bool:
@@ -79,6 +86,7 @@ class TrainingStep:
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)
         self._tokens = _TokenCount(mesh)
         self._split = split_of(config, mesh)
+        self.scaler = LossScaler(config)
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
@@ -92,6 +100,7 @@ class TrainingStep:
         lr: float,
         *,
         documents: Tensor | None = None,
+        step: int = 0,
         stop: bool = False,
     ) -> StepResult:
         """Train on one global batch; collective over the mesh.
@@ -102,18 +111,26 @@ class TrainingStep:
             lr: learning rate of this update.
             documents: int64 ``[rows, S]``, where the document of each position begins; given, no
                 position sees another document's.
+            step: steps done before, skipped ones included; says how the embedding is computed.
             stop: this rank was asked to stop; every rank learns of it in the result.
         """
         if self._split is not None:
             inputs, targets = self._split.take(inputs), self._split.take(targets)
         self._tokens.start((targets != IGNORED).sum())
+        for stage in self.stages:
+            if stage.model.mixture is not None:
+                stage.model.mixture.fp32_share = fp32_share(step, self.config.train)
         self.gradients.zero()
         loss = self.executor.run(inputs, targets, documents)
         self.gradients.finish()
         result, switches = self._totals(loss, stop)
+        scale = self.scaler.scale
+        skipped = self.scaler.update(overflowed=not result.is_finite)
+        if self.scaler.is_on:
+            result = replace(result, loss_scale=scale, skipped=skipped)
         if not result.is_finite:
             return result
-        factor = clip_factor(result.grad_norm, self.config.train.clip_norm)
+        factor = clip_factor(result.grad_norm, self.config.train.clip_norm) / scale
         self.optimizer.step(lr, factor, switches=switches)
         publish(self.shards)
         sent = self.optimizer.wire_bytes()
@@ -125,9 +142,9 @@ class TrainingStep:
         """A micro-batch's share of the mean over the global batch's valid tokens.
 
         Dividing before backward by the global count is what makes gradients plain sums in every
-        layout, unequal padding included.
+        layout, unequal padding included. The loss scale multiplies it here, in the last stage.
         """
-        return self._stage_loss(output, targets, 1 / self._tokens.total())
+        return self._stage_loss(output, targets, self.scaler.scale / self._tokens.total())
 
     def _totals(self, loss: Tensor, stop: bool) -> tuple[StepResult, bool]:
         """Squared norm, loss, stop flag and votes of all ranks, in one message.
@@ -149,7 +166,8 @@ class TrainingStep:
             dist.all_reduce(sums, group=self.mesh.world)
         square_sum, total_loss, stops, not_ready, *times = sums.tolist()
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
-        result = StepResult(total_loss, norm, self._tokens.total(), stops > 0)
+        scale = self.scaler.scale
+        result = StepResult(total_loss / scale, norm / scale, self._tokens.total(), stops > 0)
         if times:
             pairs = zip(times[::2], times[1::2], strict=True)
             result = replace(result, bubbles=bubbles([Occupation(*pair) for pair in pairs]))

@@ -70,7 +70,7 @@ class Trainer:
         status = OK
         while self.step < self.config.train.steps:
             result = self._train_one_step()
-            if not result.is_finite:
+            if not (result.is_finite or result.skipped):
                 status = DIVERGED
                 break
             self.step += 1
@@ -95,6 +95,7 @@ class Trainer:
             torch.from_numpy(targets).to(self.context.device),
             lr,
             documents=None if documents is None else torch.from_numpy(documents),
+            step=self.step,
             stop=self.context.stop_requested(),
         )
         self.monitor.record(self.step, result, lr, time.perf_counter() - start)

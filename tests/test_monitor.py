@@ -36,6 +36,8 @@ class Result:
     wire_bytes: int | None = None
     uncompressed_bytes: int | None = None
     bubbles: tuple[float, ...] | None = None
+    loss_scale: float | None = None
+    skipped: bool = False
 
 
 def config(*overrides: str) -> Config:
@@ -172,6 +174,31 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     json.loads(text, parse_constant=lambda word: pytest.fail(f"not JSON: {word}"))
     assert rows(tmp_path)[0]["loss"] is None
     assert rows(tmp_path)[0]["grad_norm"] is None
+
+
+def test_a_skipped_step_is_written_with_its_loss_scale(tmp_path):
+    run = config("train.steps=9", "monitor.every=5")
+    monitor = Monitor(run, tmp_path, start_step=0, is_main=True)
+    skipped = Result(5.0, math.inf, is_finite=False, loss_scale=2.0**17, skipped=True)
+    monitor.record(0, skipped, lr=0.1, step_time_s=0.5)
+    for step in range(1, 5):
+        monitor.record(step, Result(4.0, loss_scale=2.0**16), lr=0.1, step_time_s=0.5)
+    monitor.close(OK)
+    assert [(row["step"], row["loss_scale"], row["skipped"]) for row in rows(tmp_path)] == [
+        (1, 2.0**17, True),
+        (5, 2.0**16, False),
+    ]
+
+
+def test_an_exhausted_loss_scale_is_named(tmp_path, capfd):
+    run = config("train.steps=9", "train.precision=fp16")
+    monitor = Monitor(run, tmp_path, start_step=0, is_main=True)
+    last = Result(5.0, math.inf, is_finite=False, loss_scale=1.0)
+    monitor.record(0, last, lr=0.1, step_time_s=0.5)
+    monitor.close(DIVERGED)
+    text = "".join(capfd.readouterr())
+    assert "diverged (loss or gradient is not finite at loss scale 1, the lowest)" in text
+    assert "--set train.lr=LOWER, or --set train.precision=bf16" in text
 
 
 def test_ranks_that_are_not_main_touch_nothing(tmp_path, capfd):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.model.attend import Attend, WholeSequence
-from mcp_parallel.model.embedding import embed
+from mcp_parallel.model.embedding import embed, embed_mixed
 from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.remat import recomputable
 from mcp_parallel.model.rotary import rotate
@@ -76,7 +76,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each position; shape unchanged."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
 def _block(config: ModelConfig) -> Block:
@@ -131,10 +131,13 @@ class LlamaStage(StageModel):
         """
         if self.has_embedding:
             assert self.embed is not None
-            x = embed(self.embed, x)
+            if self.mixture is None:
+                x = embed(self.embed, x)
+            else:
+                x = embed_mixed(self.embed, x, self.mixture)
         side = () if documents is None else (self.attend.plan(documents),)
         x = self.run_blocks(x, *side)
         if self.norm is None or self.head is None:
             return x
         x = self.norm(x)
-        return x if self.leaves_head else self.head(x)
+        return x if self.leaves_head else self.head(x.to(self.head.weight.dtype))

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.remat import Remat, recomputable
 
 
@@ -48,6 +49,8 @@ class StageModel(nn.Module):
     ties_embedding: bool = False
     """The head's weight is the parameter ``embed``; a stage that has the head alone holds an
     ``embed`` of its own, which it does not call."""
+    mixture: Mixture | None = None
+    """How the embedding, and a head tied to it, mix two formats; None: one, that of the table."""
     blocks: nn.ModuleDict
     """By global number, as text."""
     can_leave_head: bool = False

@@ -26,7 +26,9 @@ class Monitor:
     1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
     (what float32 takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
     forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
-    ``mcp_parallel.parallel.clock.bubbles``), both of that step alone.
+    ``mcp_parallel.parallel.clock.bubbles``), both of that step alone. With loss scaling also
+    ``loss_scale`` and ``skipped`` (the gradients overflowed, nothing was updated) of the step; a
+    skipped step is always written.
 
     Args:
         config: the run.
@@ -41,6 +43,7 @@ class Monitor:
             return
         self._every = config.monitor.every
         self._total_steps = config.train.steps
+        self._precision, self._has_amp = config.train.precision, config.amp.enabled
         self._run_dir = run_dir
         self._metrics = MetricsWriter(RunFolder(run_dir), config.monitor.tensorboard, start_step)
         self._progress = Progress(config.train.steps, start_step)
@@ -73,6 +76,9 @@ class Monitor:
             self._last["wire_bytes"] = result.wire_bytes
             if result.wire_bytes and result.uncompressed_bytes:
                 self._last["compression_ratio"] = result.uncompressed_bytes / result.wire_bytes
+        if result.loss_scale is not None:
+            self._last["loss_scale"] = result.loss_scale
+            self._last["skipped"] = result.skipped
         if result.bubbles is not None:
             self._last["bubble"] = sum(result.bubbles) / len(result.bubbles)
             self._last["bubble_by_rank"] = list(result.bubbles)
@@ -103,8 +109,8 @@ class Monitor:
             OK: ("done", f"mcp-parallel generate {folder} --prompt 'def '"),
             STOPPED: ("stopped, checkpoint written", resume),
             DIVERGED: (
-                "diverged (loss or gradient is not finite)",
-                f"{resume} --set train.lr=LOWER",
+                f"diverged (loss or gradient is not finite{self._at_loss_scale()})",
+                f"{resume} --set train.lr=LOWER{self._or_bf16()}",
             ),
         }.get(status, (f"ended with status {status}", resume))
         lines = [f"{what}: {self._step} of {self._total_steps} steps in {eta_text(elapsed_s)}"]
@@ -112,3 +118,12 @@ class Monitor:
             rate = (self._tokens - self._tokens_before) / max(elapsed_s, 1e-9)
             lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} tokens/s"
         return "\n".join([*lines, f"run folder: {folder}", f"next: {advice}"])
+
+    def _at_loss_scale(self) -> str:
+        scale = (self._last or {}).get("loss_scale")
+        return "" if scale is None else f" at loss scale {scale:g}, the lowest"
+
+    def _or_bf16(self) -> str:
+        if self._precision != "fp16":
+            return ""
+        return f", or --set {'amp.dtype' if self._has_amp else 'train.precision'}=bf16"

@@ -20,6 +20,7 @@ from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import TrainConfig
 from mcp_parallel.optim.clip import local_square_sum
 from mcp_parallel.optim.lower_tier import LowerTier, parts
+from mcp_parallel.optim.scaler import updates_in
 from mcp_parallel.parallel.shards import Shard
 
 BETAS = (0.9, 0.95)
@@ -170,7 +171,7 @@ class AdamW:
 
     def loaded(self, manifest: Manifest) -> None:
         """Take over what the destinations now hold."""
-        self.set_step_count(manifest.step)
+        self.set_step_count(updates_in(manifest))
 
     def set_step_count(self, count: int) -> None:
         """Say how many updates the moments hold; the bias correction depends on it."""

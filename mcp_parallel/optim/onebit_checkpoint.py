@@ -21,6 +21,7 @@ from mcp_kernels.optim._adam_bucket import AdamBucket
 from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.optim.onebit_move import Flats, freeze_others, load_frozen, load_moments, thaw
+from mcp_parallel.optim.scaler import updates_in
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.shards import Shard
 from mcp_parallel.schedules.action import V_SHAPED
@@ -157,7 +158,7 @@ class OneBitCheckpoint:
 
     def loaded(self, manifest: Manifest) -> None:
         """Take over what the destinations hold."""
-        saved, adam, count = _saved(manifest.extra), self.adam, manifest.step
+        saved, adam, count = _saved(manifest.extra), self.adam, updates_in(manifest)
         adam.count, adam.switch_step = count, saved["switch_step"]
         adam.lr_at_switch = [saved.get("lr_at_switch", 0.0)] * len(adam.param_groups)
         for bucket, flats in zip(adam.buckets, self._loading, strict=True):

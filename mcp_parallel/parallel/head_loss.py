@@ -36,6 +36,7 @@ from mcp_kernels.ops.collectives import all_gather, copy_to_group
 from mcp_parallel.config import Config
 from mcp_parallel.layout import split_dim
 from mcp_parallel.model.loss import IGNORED
+from mcp_parallel.model.stage import StageModel
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.tensor import build_token_loss
@@ -71,17 +72,30 @@ def build_stage_loss(stages: Sequence[Stage], config: Config, mesh: Mesh) -> Sta
             x = copy_to_group(x, group=group)
         assert isinstance(model.head, torch.nn.Linear)
         [weight] = to_locals([model.head.weight])
-        return head_loss(
-            x,
-            weight,
-            targets,
-            scale=scale,
-            vocab_start=vocab_start,
-            group=group,
-            recompute=recompute,
-        )
+        losses = [
+            head_loss(
+                x.to(dtype),
+                weight.to(dtype),
+                targets,
+                scale=scale * share,
+                vocab_start=vocab_start,
+                group=group,
+                recompute=recompute,
+            )
+            for dtype, share in _formats(model, x, weight)
+        ]
+        return losses[0] if len(losses) == 1 else losses[0] + losses[1]
 
     return stage_loss
+
+
+def _formats(model: StageModel, x: Tensor, weight: Tensor) -> list[tuple[torch.dtype, float]]:
+    """Number formats in which to compute the loss, each with its weight in it."""
+    if model.mixture is None or not model.ties_embedding:
+        return [(x.dtype, 1.0)]
+    share = model.mixture.fp32_share
+    formats = [(weight.dtype, share), (x.dtype, 1 - share)]
+    return [(dtype, part) for dtype, part in formats if part > 0]
 
 
 def _dw_outgrows_logits(config: Config, mesh: Mesh) -> bool:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from mcp_kernels.nn import split_linears
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
+from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard, parameter_std
 from mcp_parallel.model.stage import Block, StageModel, stable_name
@@ -79,6 +80,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
             block.remat.compression = config.memory.activation_compression
             # Below a CPU's memory is the disk, which is too slow for what a step makes and reads.
             block.remat.to_host = config.memory.offload and mesh.device.type != "cpu"
+        if Precision.of(config).mixes_embedding:
+            model.mixture = Mixture(Precision.of(config).compute)
         masters = _give_values_and_shard(model, config, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
         shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))
@@ -88,7 +91,8 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
 
 def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Masters:
     masters: Masters = {}
-    policy = _policy(Precision.of(config))
+    precision = Precision.of(config)
+    policy = _policy(precision)
     for layer, block in model.blocks.items():
         masters |= _give_values(block, f"blocks.{layer}.", config, mesh)
         if is_sharded(mesh.layout):
@@ -96,13 +100,15 @@ def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Mas
     masters |= _give_values(model, "", config, mesh)
     if is_sharded(mesh.layout):
         # Embedding, last norm and head: the last forward use is just before the first backward one.
-        _shard(model, mesh, policy, free_after_forward=False)
+        outer = MixedPrecisionPolicy() if precision.mixes_embedding else policy
+        _shard(model, mesh, outer, free_after_forward=False)
     return masters
 
 
 def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> Masters:
     """Allocate and fill the parameters of ``module`` that have no memory yet."""
     masters: Masters = {}
+    precision = Precision.of(config)
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is made once
     for owner_name, owner in module.named_modules():
         for leaf, parameter in owner._parameters.items():
@@ -110,10 +116,10 @@ def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> 
                 continue
             if parameter not in made:
                 full_name = f"{prefix}{owner_name}.{leaf}"
-                values = _initial(parameter, stable_name(full_name), config, mesh)
-                made[parameter] = values
-                if Precision.of(config).is_narrow and not is_sharded(mesh.layout):
-                    made[parameter], master = _rounded(values, Precision.of(config).compute)
+                name = stable_name(full_name)
+                made[parameter] = _initial(parameter, name, config, mesh)
+                if not is_sharded(mesh.layout) and precision.rounds(name):
+                    made[parameter], master = _rounded(made[parameter], precision.compute)
                     masters[made[parameter]] = master
             owner.register_parameter(leaf, made[parameter])
     return masters

@@ -72,8 +72,6 @@ BOUNDS: dict[str, Bound] = {
 
 # Keys whose other values the configuration already knows and this version does not run.
 _HERE: dict[str, tuple[Any, ...]] = {
-    "train.precision": ("fp32", "fp64", "bf16"),
-    "train.fp32_embedding_steps": (0,),
     "checkpoint.replicas": (1,),
     "checkpoint.async": (False,),
     "monitor.activations": (False,),
