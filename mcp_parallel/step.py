@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcp_kernels.spans import communication, span
 from mcp_parallel.config import Config
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
@@ -123,7 +124,8 @@ class TrainingStep:
         self.gradients.zero()
         loss = self.executor.run(inputs, targets, documents)
         self.gradients.finish()
-        result, switches = self._totals(loss, stop)
+        with span("totals"):
+            result, switches = self._totals(loss, stop)
         scale = self.scaler.scale
         skipped = self.scaler.update(overflowed=not result.is_finite)
         if self.scaler.is_on:
@@ -131,8 +133,9 @@ class TrainingStep:
         if not result.is_finite:
             return result
         factor = clip_factor(result.grad_norm, self.config.train.clip_norm) / scale
-        self.optimizer.step(lr, factor, switches=switches)
-        publish(self.shards)
+        with span("optimizer"):
+            self.optimizer.step(lr, factor, switches=switches)
+            publish(self.shards)
         sent = self.optimizer.wire_bytes()
         if sent is None:
             return result
@@ -163,7 +166,8 @@ class TrainingStep:
         )
         if self.mesh.world is not None:
             sums = sums.to(self.mesh.device)
-            dist.all_reduce(sums, group=self.mesh.world)
+            with communication("sum of the totals"):
+                dist.all_reduce(sums, group=self.mesh.world)
         square_sum, total_loss, stops, not_ready, *times = sums.tolist()
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         scale = self.scaler.scale
@@ -203,6 +207,7 @@ class _TokenCount:
     def total(self) -> int:
         if self._total is None:
             if self._work is not None:
-                self._work.wait()
+                with communication("wait for the token count"):
+                    self._work.wait()
             self._total = max(1, int(self._count.item()))
         return self._total

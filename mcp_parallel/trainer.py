@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from mcp_kernels.spans import span
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
 from mcp_parallel.data.source import Data, documents_of, open_data, source_of
@@ -15,6 +16,8 @@ from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.monitor import Monitor
+from mcp_parallel.monitor.profile import Profile, traced_steps
+from mcp_parallel.monitor.run_folder import RunFolder
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.snapshot import load_step, save_step
@@ -33,6 +36,7 @@ class Trainer:
         data: what to train on; None opens ``config.data``.
         run_dir: where metrics and checkpoints go.
         resume_from: a step directory that verified, of any layout, or None for a new run.
+        profile_steps: how many steps to trace (see ``mcp_parallel.monitor.profile``).
 
     Raises:
         ConfigError: the configuration is not legal, or not for this number of ranks.
@@ -46,6 +50,7 @@ class Trainer:
         data: Data | None = None,
         run_dir: Path | str = "runs/latest",
         resume_from: Path | None = None,
+        profile_steps: int = 0,
     ) -> None:
         self.config = config
         self.context = context or _lone_rank()
@@ -59,6 +64,8 @@ class Trainer:
         self.monitor = Monitor(
             config, self.run_dir, start_step=self.step, is_main=self.context.rank == 0
         )
+        traced = traced_steps(self.step, config.train.steps, profile_steps)
+        self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
 
     def fit(self) -> int:
         """Train to ``train.steps``; returns an exit status (see ``mcp_parallel.errors``).
@@ -79,6 +86,7 @@ class Trainer:
                 break
             if self._is_checkpoint_due():
                 self._save()
+        self.profile.close()
         if status == STOPPED:
             self._save()
         self.monitor.close(status)
@@ -86,19 +94,27 @@ class Trainer:
 
     def _train_one_step(self) -> StepResult:
         start = time.perf_counter()
-        rows = self.train_step.rows()
-        inputs, targets = self.data.batch(self.step, rows)
-        documents = documents_of(self.data, self.config, self.step, rows)
         lr = learning_rate(self.step, self.config.train)
-        result = self.train_step(
-            torch.from_numpy(inputs).to(self.context.device),
-            torch.from_numpy(targets).to(self.context.device),
+        with self.profile.step(self.step):
+            with span("data"):
+                rows = self.train_step.rows()
+                inputs, targets = self.data.batch(self.step, rows)
+                documents = documents_of(self.data, self.config, self.step, rows)
+            result = self.train_step(
+                torch.from_numpy(inputs).to(self.context.device),
+                torch.from_numpy(targets).to(self.context.device),
+                lr,
+                documents=None if documents is None else torch.from_numpy(documents),
+                step=self.step,
+                stop=self.context.stop_requested(),
+            )
+        self.monitor.record(
+            self.step,
+            result,
             lr,
-            documents=None if documents is None else torch.from_numpy(documents),
-            step=self.step,
-            stop=self.context.stop_requested(),
+            time.perf_counter() - start,
+            communication_share=self.profile.communication_share,
         )
-        self.monitor.record(self.step, result, lr, time.perf_counter() - start)
         return result
 
     def _is_checkpoint_due(self) -> bool:

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from mcp_kernels.spans import communicates
+
 _NARROW_FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -101,6 +103,7 @@ def start_sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Finish:
     return finish
 
 
+@communicates("sum over ranks")
 def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Replace contiguous ``x`` by its sum over the ranks.
 
@@ -113,6 +116,7 @@ def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
+@communicates("scatter of a sum")
 def scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x`` over the ranks."""
     return start_scatter_sum(x, group, dim)()
@@ -164,6 +168,7 @@ def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish
     return finish
 
 
+@communicates("gather")
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Tensor:
     """The ranks' ``x`` joined along ``dim``; ``size`` is the joined size where it is uneven."""
     return start_gather(x, group, dim, size)()

@@ -22,6 +22,7 @@ from mcp_kernels.shm.base import ShmGroupBase, ShmOptions
 from mcp_kernels.shm.local import ANY_RANK
 from mcp_kernels.shm.tensors import check_like
 from mcp_kernels.shm.work import DoneWork
+from mcp_kernels.spans import communicates
 
 _SUM = dist.ReduceOp.SUM
 
@@ -35,6 +36,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     # --- reductions -----------------------------------------------------------------------------
 
+    @communicates("all_reduce")
     def allreduce(self, tensors: Any, opts: Any = _SUM) -> Any:
         """Reduce one tensor over the ranks, in place."""
         xs = tensors if type(tensors) is list else _listed(tensors)
@@ -46,6 +48,7 @@ class ShmProcessGroup(ShmGroupBase):
         # A caller that does not wait for a future gets the one work that is always done: 0.6 us.
         return DoneWork(xs) if getattr(opts, "asyncOp", True) else self._done
 
+    @communicates("all_reduce")
     def allreduce_coalesced(self, tensors: Any, opts: Any = _SUM) -> Any:
         """Reduce several tensors over the ranks, in place."""
         xs = _listed(tensors)
@@ -53,6 +56,7 @@ class ShmProcessGroup(ShmGroupBase):
             return self._elsewhere(xs[0], "allreduce_coalesced", tensors, opts)
         return self.allreduce(xs, opts)
 
+    @communicates("reduce")
     def reduce(self, tensors: Any, opts: Any = None, op: Any = _SUM) -> Any:
         """Reduce one tensor into the root's; ``reduce(x, root, op)`` is the short form."""
         xs = _listed(tensors)
@@ -62,6 +66,7 @@ class ShmProcessGroup(ShmGroupBase):
         self._comm.reduce(xs[0], op, root)
         return DoneWork(xs)
 
+    @communicates("reduce_scatter")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = _SUM) -> Any:
         """Rank r's tensor of each rank's list, reduced, into rank r's output."""
         outs = _listed(outputs)
@@ -78,6 +83,7 @@ class ShmProcessGroup(ShmGroupBase):
         packed = torch.cat([row.detach().reshape(-1) for row in rows])
         return self._reduce_scatter_base(out, packed, opts)
 
+    @communicates("reduce_scatter")
     def _reduce_scatter_base(self, output: Tensor, packed: Tensor, opts: Any = _SUM) -> Any:
         """Row r of each rank's ``packed`` [W, ...], reduced, into rank r's output [...]."""
         if not output.is_cpu:
@@ -90,6 +96,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     reduce_scatter_single = _reduce_scatter_base
 
+    @communicates("reduce_scatter")
     def reduce_scatter_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = _SUM
     ) -> Any:
@@ -105,6 +112,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     # --- copies ---------------------------------------------------------------------------------
 
+    @communicates("all_gather")
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Each rank's tensor into that rank's place in everyone's list."""
         xs = _listed(inputs)
@@ -114,6 +122,7 @@ class ShmProcessGroup(ShmGroupBase):
         self._gather_rows("all_gather", rows, xs[0])
         return DoneWork(rows)
 
+    @communicates("all_gather")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """``allgather`` of several tensors; ``outputs[r]`` is the list from rank r."""
         for index, x in enumerate(inputs):
@@ -127,6 +136,7 @@ class ShmProcessGroup(ShmGroupBase):
             check_like(op, "each output", row, x.numel(), x.dtype)
         self._comm.all_gather(rows, x)
 
+    @communicates("all_gather")
     def _allgather_base(self, packed: Tensor, x: Tensor, opts: Any = None) -> Any:
         """Each rank's tensor [...] into its row of everyone's ``packed`` [W, ...]."""
         if not x.is_cpu:
@@ -137,6 +147,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     all_gather_single = _allgather_base
 
+    @communicates("all_gather")
     def allgather_into_tensor_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
@@ -150,6 +161,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced
 
+    @communicates("broadcast")
     def broadcast(self, tensors: Any, opts: Any = 0) -> Any:
         """The root's tensor into everyone's."""
         xs = _listed(tensors)
@@ -160,6 +172,7 @@ class ShmProcessGroup(ShmGroupBase):
             self._comm.broadcast(x, root)
         return DoneWork(xs)
 
+    @communicates("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Rank p's tensor of the root's list into rank p's output."""
         out = _listed(outputs)[0]
@@ -172,6 +185,7 @@ class ShmProcessGroup(ShmGroupBase):
         self._comm.scatter(out, rows, root)
         return DoneWork([out])
 
+    @communicates("gather")
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Rank p's tensor into place p of the root's list."""
         x = _listed(inputs)[0]
@@ -184,6 +198,7 @@ class ShmProcessGroup(ShmGroupBase):
         self._comm.gather(rows, x, root)
         return DoneWork(rows)
 
+    @communicates("all_to_all")
     def alltoall(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
@@ -200,6 +215,7 @@ class ShmProcessGroup(ShmGroupBase):
         self._comm.all_to_all(outputs, inputs)
         return DoneWork(outputs)
 
+    @communicates("all_to_all")
     def alltoall_base(
         self,
         output: Tensor,
@@ -224,6 +240,7 @@ class ShmProcessGroup(ShmGroupBase):
 
     # --- the rest -------------------------------------------------------------------------------
 
+    @communicates("barrier")
     def barrier(self, opts: Any = None) -> Any:
         """Return when every rank has called it."""
         self._comm.barrier()

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcp_kernels.spans import communication
+
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -98,8 +100,9 @@ class TransferWork(dist.Work):
         Raises:
             RuntimeError: the peer died or did not take part in time.
         """
-        self._transfer.wait(timeout.total_seconds())
-        self._complete()
+        with communication("wait for a message"):
+            self._transfer.wait(timeout.total_seconds())
+            self._complete()
         return True
 
     def is_completed(self) -> bool:

@@ -55,6 +55,9 @@ _FLAGS = (
 )
 
 
+DEFAULT_PROFILE_STEPS = 3
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
     """What the command line says beside the config."""
@@ -63,6 +66,8 @@ class RunOptions:
     """Where the run writes; None when it was not given."""
     as_json: bool
     """Print for programs."""
+    profile_steps: int = 0
+    """Steps to trace on every rank."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,6 +114,16 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add(
         parser, "--set", action=_Set, key="", metavar="KEY=VALUE", help="any config key; repeatable"
+    )
+    _add(
+        parser,
+        "--profile",
+        nargs="?",
+        const=str(DEFAULT_PROFILE_STEPS),
+        default="0",
+        metavar="STEPS",
+        help=f"trace some steps ({DEFAULT_PROFILE_STEPS}) of every rank into the run folder, for "
+        "Perfetto or chrome://tracing",
     )
     _add(parser, "--json", action="store_true", help="print one JSON object")
 
@@ -164,9 +179,18 @@ def resolve_arguments(
             config they make breaks.
     """
     run_dir = None if args.run_dir is None else Path(args.run_dir)
-    options = RunOptions(run_dir=run_dir, as_json=bool(args.json))
+    profile = str(args.profile)
+    profile_steps = int(profile) if profile.isdecimal() and len(profile) < 10 else -1
+    options = RunOptions(
+        run_dir=run_dir, as_json=bool(args.json), profile_steps=max(0, profile_steps)
+    )
     settings: Sequence[_Setting] = args.settings
     problems = _contradictions(settings)
+    if profile_steps < 0:
+        problems.append(
+            f"config: --profile must be a number of steps, 0 for none, got {shown(profile)}; "
+            f"write for example --profile {DEFAULT_PROFILE_STEPS}"
+        )
     if args.run_dir == "":
         problems.append("config: --run-dir must name a folder, got ''; write for example runs/1")
     config, file_gives_dp = Config(), False

@@ -147,7 +147,15 @@ def _rank_body(
 
         # With --json progress is still for people, and stdout holds the one object.
         with redirect_stdout(sys.stderr) if options.as_json else nullcontext():
-            return Trainer(config, context, data, run_dir, resume_from=resume_from).fit()
+            trainer = Trainer(
+                config,
+                context,
+                data,
+                run_dir,
+                resume_from=resume_from,
+                profile_steps=options.profile_steps,
+            )
+            return trainer.fit()
 
     return body
 

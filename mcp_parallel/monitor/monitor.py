@@ -28,7 +28,9 @@ class Monitor:
     forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
     ``mcp_parallel.parallel.clock.bubbles``), both of that step alone. With loss scaling also
     ``loss_scale`` and ``skipped`` (the gradients overflowed, nothing was updated) of the step; a
-    skipped step is always written.
+    skipped step is always written. Of a step that was traced also ``communication_share``: the part
+    of it that rank 0 spent inside collectives and waits for messages, those inside of fused ops
+    left out.
 
     Args:
         config: the run.
@@ -54,7 +56,15 @@ class Monitor:
         self._window_tokens = self._window_steps = 0
         self._window_s = 0.0
 
-    def record(self, step: int, result: StepResult, lr: float, step_time_s: float) -> None:
+    def record(
+        self,
+        step: int,
+        result: StepResult,
+        lr: float,
+        step_time_s: float,
+        *,
+        communication_share: float | None = None,
+    ) -> None:
         """Take in the step after ``step`` steps; it is written when ``monitor.every`` says so."""
         if not self._is_main:
             return
@@ -82,6 +92,8 @@ class Monitor:
         if result.bubbles is not None:
             self._last["bubble"] = sum(result.bubbles) / len(result.bubbles)
             self._last["bubble_by_rank"] = list(result.bubbles)
+        if communication_share is not None:
+            self._last["communication_share"] = communication_share
         self._progress.update(self._last)
         if self._step % self._every == 0 or not result.is_finite:
             self._write()

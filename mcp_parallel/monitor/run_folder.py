@@ -4,6 +4,7 @@ config.yaml         the resolved configuration, layout included
 metrics.jsonl       one object a step
 tensorboard/        the same as TensorBoard events
 checkpoints/        step_XXXXXXXX folders
+profile/            traces of --profile, one a rank
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class RunFolder:
     def checkpoints_dir(self) -> Path:
         """Step folders."""
         return self.path / "checkpoints"
+
+    @property
+    def profile_dir(self) -> Path:
+        """Traces of ``--profile``, one a rank."""
+        return self.path / "profile"
 
     def holds_run(self) -> bool:
         """Whether a run was started here before."""

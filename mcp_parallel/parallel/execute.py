@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from mcp_kernels.spans import span
 from mcp_parallel.config import Config
 from mcp_parallel.parallel.clock import Occupation
 from mcp_parallel.parallel.gradients import Gradients
@@ -66,8 +67,10 @@ class MicrobatchLoop:
             self._set_zero_stage(is_last)
             if is_last:
                 self.gradients.before_last_backward()
-            loss = self.loss(self.model(x, *side), y)
-            loss.backward()
+            with span("forward"):
+                loss = self.loss(self.model(x, *side), y)
+            with span("backward"):
+                loss.backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mcp_kernels.spans import communication
 from mcp_parallel.parallel.mesh import DATA, Mesh
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.shards import Shard, is_sharded, like_parameter, local_part
@@ -115,7 +116,8 @@ class GradientBuckets:
         if self.group is None:
             self._works.append(None)
             return
-        work = dist.all_reduce(self.buffers[len(self._works)], group=self.group, async_op=True)
+        with communication("sum of a gradient bucket"):
+            work = dist.all_reduce(self.buffers[len(self._works)], group=self.group, async_op=True)
         self._works.append(cast("dist.Work", work))
 
     def finish(self) -> None:
@@ -124,9 +126,10 @@ class GradientBuckets:
             for slot in self._buckets[len(self._works)]:
                 slot.take()
             self._launch()
-        for work in self._works:
-            if work is not None:
-                work.wait()
+        with communication("wait for gradients"):
+            for work in self._works:
+                if work is not None:
+                    work.wait()
         self._works.clear()
         self._armed = False
 

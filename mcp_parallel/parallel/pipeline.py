@@ -6,7 +6,8 @@ with ``fully_shard``, the gathering of parameters and the reduction of gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from mcp_kernels.nn import WeightGradients, deferred_weight_gradients
+from mcp_kernels.spans import span
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout, split_dim
 from mcp_parallel.model.family import family_of
@@ -24,7 +26,7 @@ from mcp_parallel.parallel.clock import Clock, Occupation
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.precision import Precision
-from mcp_parallel.schedules.action import Plan
+from mcp_parallel.schedules.action import Kind, Plan
 from mcp_parallel.schedules.build import build_plan
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +56,7 @@ class Pipeline:
         self.plan = plan_of(config, mesh.layout)
 
         def timed_loss(output: Tensor, targets: Tensor) -> Tensor:
-            with clock.working():
+            with span("loss"), clock.working():
                 return loss(output, targets)
 
         # The loss is already divided by the global number of tokens: nothing is left to scale.
@@ -110,9 +112,9 @@ class _TimedStage(PipelineStage):
     undone: dict[int, WeightGradients]
     """What the input gradients of a micro-batch left for its weight gradients."""
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.clock.working():
-            return super().forward_one_chunk(*args, **kwargs)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._at_work("F", fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self,
@@ -122,7 +124,7 @@ class _TimedStage(PipelineStage):
         last_backward: bool = False,
     ) -> None:
         run = partial(super().backward_one_chunk, bwd_chunk_id, loss, last_backward=last_backward)
-        with self.clock.working():
+        with self._at_work("B" if full_backward else "I", bwd_chunk_id):
             if full_backward:
                 run()
                 return
@@ -133,10 +135,15 @@ class _TimedStage(PipelineStage):
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         del last_backward
-        with self.clock.working():
+        with self._at_work("W", bwd_chunk_id):
             self.undone.pop(bwd_chunk_id).run()
             if isinstance(self.submod, FSDPModule):
                 widen_gradients(self.submod)
+
+    @contextmanager
+    def _at_work(self, kind: Kind, microbatch: int) -> Iterator[None]:
+        with span(f"{kind}{microbatch} of stage {self.stage_index}"), self.clock.working():
+            yield
 
 
 def widen_gradients(model: FSDPModule) -> None:
