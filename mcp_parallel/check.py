@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
 from mcp_parallel.rules import batch, context, data, layout, optimizer, values, zero
+from mcp_parallel.rules.family import data_problems, family_problems
 from mcp_parallel.rules.nearest import nearest_layouts
 from mcp_parallel.rules.problem import Problem
 
@@ -64,6 +65,20 @@ _DOCUMENTS = (
         frozenset({"model.vocab_size", "data.document_separator"}),
     ),
 )
+_MODEL = (
+    _Family(
+        (family_problems,),
+        frozenset(
+            {
+                "model.image_size",
+                "model.patch_size",
+                "model.channels",
+                "model.num_classes",
+                "parallel.cp",
+            }
+        ),
+    ),
+)
 _OPTIMIZER = (
     _Family(
         (optimizer.onebit_problems,),
@@ -71,7 +86,7 @@ _OPTIMIZER = (
     ),
 )
 _FILES = (
-    _Family((data.data_problems,), frozenset({"model.vocab_size", "model.seq_len"})),
+    _Family((data_problems,), frozenset({"model.vocab_size", "model.seq_len"})),
     _Family((data.resume_problems,), frozenset()),
 )
 
@@ -117,7 +132,7 @@ def find_layouts(
         return []
 
     def legal(other: Config) -> bool:
-        found = _find_problems(other, (*_LAYOUT, *_OPTIMIZER, *_DOCUMENTS))
+        found = _find_problems(other, (*_MODEL, *_LAYOUT, *_OPTIMIZER, *_DOCUMENTS))
         return {problem.name for problem in found} <= names
 
     return nearest_layouts(config, world_size, legal)
@@ -131,7 +146,7 @@ def _is_of_layout(problem: Problem) -> bool:
 
 def find_problems(config: Config, world_size: int | None = None) -> list[Problem]:
     """What ``check`` would refuse, as records; the config's types are right."""
-    problems = _find_problems(config, (*_LAYOUT, *_OPTIMIZER, *_DOCUMENTS, *_FILES))
+    problems = _find_problems(config, (*_MODEL, *_LAYOUT, *_OPTIMIZER, *_DOCUMENTS, *_FILES))
     out_of_range = {problem.key for problem in values.range_problems(config)}
     if world_size is not None and not out_of_range & _DEGREES:
         problems += _world_problems(config, world_size)

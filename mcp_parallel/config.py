@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mcp_parallel import config_schema, config_text
+from mcp_parallel import config_defaults, config_schema, config_text
 from mcp_parallel.config_amp import (
     DEFAULT_PRECISION,
     AmpConfig,
@@ -17,16 +17,16 @@ from mcp_parallel.config_amp import (
     forget_precision,
     with_amp,
 )
-from mcp_parallel.errors import ConfigError, joined, shown
-from mcp_parallel.presets import PRESETS
+from mcp_parallel.errors import ConfigError
 
 CpAttention = Literal["ring", "all_gather"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
+FamilyName = Literal["llama", "vit"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Shape of the Llama-family model; a preset fills what is not given.
+    """Family and shape of the model; a preset fills what is not given.
 
     The preset is applied when a config is loaded (``Config.from_mapping`` and its siblings), never
     by this constructor, which takes each field as it stands.
@@ -34,6 +34,8 @@ class ModelConfig:
 
     preset: str | None = "tiny"
     """A name of ``presets.PRESETS``, or None (in a file: null or none) when every size is given."""
+    family: FamilyName = "llama"
+    """llama reads text, vit classifies images."""
     num_layers: int = 4
     """Transformer blocks, at least one for each pipeline stage."""
     hidden_size: int = 128
@@ -43,21 +45,31 @@ class ModelConfig:
     num_kv_heads: int = 4
     """Key and value heads, a multiple of tp."""
     ffn_size: int = 352
-    """Inner width of SwiGLU; any, divisible by tp or not."""
+    """Inner width of SwiGLU, or of GELU in vit; any, divisible by tp or not."""
     vocab_size: int = 256
-    """Rows of the embedding, at least tp; 256 or more for text read as bytes."""
+    """Rows of the embedding, at least tp; 256 or more for text read as bytes. With vit it follows
+    from num_classes."""
     seq_len: int = 128
-    """Tokens of a sample; any number, whatever tp is."""
+    """Tokens of a sample; any number, whatever tp is. With vit it follows from image_size and
+    patch_size."""
     tie_embeddings: bool = False
     """The head uses the embedding's weight."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
-    """Added to the mean square in RMSNorm."""
+    """Added to the mean square in RMSNorm, to the variance in LayerNorm."""
     residual_init_scale: float | None = None
-    """Factor of the initial standard deviation, 0.02, of the projections onto the residual stream
-    (wo and w2); null is 1 / sqrt(2 num_layers), which keeps its variance from growing with depth.
-    0 starts every block as the identity."""
+    """Factor of the initial standard deviation (0.02 in llama) of the projections onto the residual
+    stream (wo and w2); null is 1 / sqrt(2 num_layers), which keeps its variance from growing with
+    depth. 0 starts every block as the identity."""
+    image_size: int | None = None
+    """Pixels along a side of vit's square images, a multiple of patch_size; null with llama."""
+    patch_size: int | None = None
+    """Pixels along a side of vit's square patches; null with llama."""
+    channels: int | None = None
+    """Values of a pixel, 1 for gray images; null with llama."""
+    num_classes: int | None = None
+    """Classes that vit tells apart; null with llama."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,10 +144,14 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig:
-    """Where tokens come from; ``path`` None is the Python standard library's source text."""
+    """Where samples come from; ``path`` None is the family's own data.
+
+    That is the Python standard library's source text for llama and ``digits`` for vit.
+    """
 
     path: str | None = None
-    """A text file, a folder of them (both read as bytes), or a token file ``.bin``."""
+    """A text file, a folder of them (both read as bytes), or a token file ``.bin``; with vit
+    ``digits``, which null is too."""
     seed: int = 0
     """Seed of the order of samples."""
     document_masking: bool = False
@@ -185,6 +201,9 @@ class MonitorConfig:
 
     every: int = 1
     """Steps between two lines of metrics."""
+    validate_every: int = 100
+    """Steps between two passes over the data's validation part, where it has one; the last step
+    always makes one, and is the only one with 0."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
     activations: bool = False
@@ -214,7 +233,8 @@ class Config:
 
         Args:
             values: table -> key -> value, keys as in a file (``checkpoint.async``). Tables and
-                keys that are absent keep their defaults; the preset fills model sizes.
+                keys that are absent keep their defaults; the preset fills model sizes, and may have
+                a recipe that fills other tables.
 
         Raises:
             ConfigError: unknown tables or keys, wrong types, an unknown preset; all at once.
@@ -235,21 +255,16 @@ class Config:
 
         Args:
             overrides: ``table.key=value`` each, ``train.lr=3e-4``; a later one wins. A new
-                ``model.preset`` replaces the sizes that came from the old preset and keeps those
-                that differ from it: those were given by hand. Likewise a new ``train.lr`` or
+                ``model.preset`` replaces what came from the old preset (sizes, and values of other
+                tables from its recipe) and keeps what differs from it: that was given by hand.
+                Likewise a new ``train.lr`` or
                 ``train.steps`` moves ``min_lr`` or ``warmup_steps`` where it had its default.
 
         Raises:
             ConfigError: as ``from_mapping``.
         """
         changes, problems = config_schema.parse_overrides(overrides, TABLES)
-        values = self.to_mapping()
-        if "preset" in changes.get("model", {}):
-            old = PRESETS.get(self.model.preset or "", values["model"])
-            values["model"] = {
-                key: value for key, value in values["model"].items() if old.get(key) != value
-            }
-        _forget_derived(values["train"], changes.get("train", {}))
+        values = config_defaults.forget(self.to_mapping(), changes, Config().to_mapping())
         if {"enabled", "dtype"} & set(changes.get("amp", {})):
             forget_precision(values)
         return _build(config_schema.merged(values, changes), problems)
@@ -266,10 +281,15 @@ class Config:
         """SHA-256 of what makes a checkpoint another model: its shape, whatever the layout.
 
         The preset's name, ``seq_len`` and the scale of initial values are left out: none changes a
-        parameter's place or the function that the parameters compute.
+        parameter's place or the function that the parameters compute (the length of vit's sequence
+        follows from the image's and the patch's sizes). So are sizes that the family does not have,
+        and llama's own name, which older checkpoints lack.
         """
-        identity = dict(config_schema.table_items(self.model))
-        del identity["preset"], identity["seq_len"], identity["residual_init_scale"]
+        items = config_schema.table_items(self.model)
+        left_out = {"preset", "seq_len", "residual_init_scale"}
+        identity = {k: v for k, v in items if v is not None and k not in left_out}
+        if self.model.family == "llama":
+            del identity["family"]
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
 
@@ -300,10 +320,7 @@ def _build(values: Mapping[str, Any], problems: list[str]) -> Config:
             problems.append(config_schema.not_a_table(name, TABLES[name], given))
         else:
             tables[name] = given
-    if "model" in tables:
-        tables["model"] = _with_preset(tables["model"], problems)
-    if "train" in tables:
-        tables["train"] = {**_derived(tables["train"]), **tables["train"]}
+    tables = config_defaults.fill(tables, problems)
     if "amp" in tables:
         tables["train"] = with_amp(tables.get("train", {}), tables["amp"], problems)
     built: dict[str, Any] = {}
@@ -313,57 +330,3 @@ def _build(values: Mapping[str, Any], problems: list[str]) -> Config:
     if problems:
         raise ConfigError(problems)
     return Config(**built)
-
-
-def _with_preset(given: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """The model table with the sizes of its preset where it gives none itself."""
-    preset = given.get("preset", "tiny")
-    if preset == "none":  # TOML has no null
-        preset = None
-    if preset is None:
-        missing = [key for key in _SIZES if key not in given]
-        if missing:
-            problems.append(
-                f"config: model.preset must be a name when sizes are missing, got null; give "
-                f"{joined((f'model.{key}' for key in missing), 'and')}, or use model.preset = tiny"
-            )
-    elif isinstance(preset, str):
-        if preset.lower() in PRESETS:
-            preset = preset.lower()
-            return {**PRESETS[preset], **given, "preset": preset}
-        near = config_schema.nearest(preset.lower(), list(PRESETS)) or "tiny"
-        problems.append(
-            f"config: model.preset must be {joined(PRESETS)}, got {shown(preset)}; use {near}"
-        )
-    return {**given, "preset": preset}
-
-
-def _derived(train: Mapping[str, Any]) -> dict[str, Any]:
-    """The defaults that follow from other keys, so that ``--steps 10`` alone is a legal change."""
-    derived: dict[str, Any] = {}
-    steps, lr = train.get("steps"), train.get("lr")
-    if type(steps) is int:
-        derived["warmup_steps"] = max(0, min(20, steps // 10))
-    if isinstance(lr, (int, float)) and not isinstance(lr, bool) and 0 < lr <= 1e300:
-        # Rounded, so that 0.003 gives 0.0003 and not 0.00030000000000000003.
-        derived["min_lr"] = float(f"{lr / 10:.15g}")
-    return derived
-
-
-def _forget_derived(train: dict[str, Any], changes: Mapping[str, Any]) -> None:
-    """Drop from ``train`` what follows from a key that ``changes`` replaces."""
-    derived = _derived(train)
-    for key, source in (("warmup_steps", "steps"), ("min_lr", "lr")):
-        if source in changes and train[key] == derived.get(key):
-            del train[key]
-
-
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_heads",
-    "num_kv_heads",
-    "ffn_size",
-    "vocab_size",
-    "seq_len",
-)

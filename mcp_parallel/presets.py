@@ -1,4 +1,6 @@
-"""Published model shapes by name, and how many parameters a shape has. No torch.
+"""Model shapes by name, how the ones of ours are trained, and how many parameters a shape has.
+
+Published shapes are of Llama's family. No torch.
 
 GPT-3 (Brown et al. 2020, table 2.1) has LayerNorm, GELU and learned positions; its rows keep
 layers, width, heads, vocabulary, context and tied embeddings, and take the SwiGLU width that costs
@@ -8,7 +10,7 @@ what its 4 * hidden_size GELU layer cost: 8/3 * hidden_size, rounded up to a mul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mcp_parallel.config import ModelConfig
@@ -24,15 +26,29 @@ _SIZE_KEYS = (
 )
 
 
-def _shape(*sizes: int, tied: bool = False, theta: float = 10000.0) -> dict[str, int | float]:
-    shape: dict[str, int | float] = dict(zip(_SIZE_KEYS, sizes, strict=True))
-    return {**shape, "tie_embeddings": tied, "rope_theta": theta, "norm_eps": 1e-5}
+Shape = Mapping[str, int | float | str | None]
+
+_IMAGE_KEYS = ("image_size", "patch_size", "channels", "num_classes")
+
+
+def _shape(*sizes: int, tied: bool = False, theta: float = 10000.0) -> Shape:
+    shape = dict(zip(_SIZE_KEYS, sizes, strict=True))
+    shared = {"tie_embeddings": tied, "rope_theta": theta, "norm_eps": 1e-5}
+    return {"family": "llama", **shape, **shared, **dict.fromkeys(_IMAGE_KEYS)}
+
+
+def _vit(*sizes: int, image: tuple[int, int, int, int]) -> Shape:
+    image_size, patch_size, _, num_classes = image
+    shape = _shape(*sizes, num_classes, (image_size // patch_size) ** 2)
+    return {**shape, "family": "vit", **dict(zip(_IMAGE_KEYS, image, strict=True))}
 
 
 # layers, hidden, heads, kv heads, ffn, vocabulary, context
-PRESETS: Mapping[str, Mapping[str, int | float]] = {
+PRESETS: Mapping[str, Shape] = {
     # Ours: bytes as tokens, trains visibly on two CPU cores in a minute.
     "tiny": _shape(4, 128, 8, 4, 352, 256, 128),
+    # Ours: reads 8 x 8 gray digits as 16 patches of 2 x 2.
+    "vit-digits": _vit(4, 64, 4, 4, 256, image=(8, 2, 1, 10)),
     # GPT-3 Small, Medium and XL. XL is published with 24 heads of 128, which is not its width of
     # 2048; 16 heads of 128 are.
     "125m": _shape(12, 768, 12, 12, 2048, 50257, 2048, tied=True),
@@ -50,9 +66,32 @@ PRESETS: Mapping[str, Mapping[str, int | float]] = {
     "405b": _shape(126, 16384, 128, 8, 53248, 128256, 8192, theta=5e5),
 }
 
+# Values of other tables that come with a preset.
+RECIPES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "vit-digits": {
+        "train": {"steps": 400, "global_batch_size": 64, "micro_batch_size": 16, "lr": 2e-3},
+    },
+}
+
 
 def num_parameters(model: ModelConfig) -> int:
     """Trainable elements of the model, each counted once (tied embeddings too)."""
+    return _num_vit(model) if model.family == "vit" else _num_llama(model)
+
+
+def _num_vit(model: ModelConfig) -> int:
+    hidden, ffn = model.hidden_size, model.ffn_size
+    kv_size = model.num_kv_heads * (hidden // model.num_heads)
+    norm = 2 * hidden
+    # Queries, values and the output have biases, keys have none (see ``model/vit.py``).
+    attention = 2 * hidden**2 + 2 * hidden * kv_size + 2 * hidden + kv_size
+    layer = attention + 2 * hidden * ffn + ffn + hidden + 2 * norm
+    pixels = (model.patch_size or 0) ** 2 * (model.channels or 0)
+    embedding = (pixels + 1 + model.seq_len) * hidden
+    return model.num_layers * layer + embedding + norm + (hidden + 1) * model.vocab_size
+
+
+def _num_llama(model: ModelConfig) -> int:
     kv_size = model.num_kv_heads * (model.hidden_size // model.num_heads)
     attention = 2 * model.hidden_size**2 + 2 * model.hidden_size * kv_size
     ffn = 3 * model.hidden_size * model.ffn_size

@@ -7,7 +7,7 @@ import torch
 
 from mcp_parallel.check import find_problems
 from mcp_parallel.config import Config, ModelConfig
-from mcp_parallel.model.llama import LlamaStage
+from mcp_parallel.model.family import whole_model
 from mcp_parallel.presets import PRESETS, num_parameters
 
 # Parameters in billions as published, and how far our architecture may be from them.
@@ -32,7 +32,7 @@ def model_of(preset):
 
 
 def test_every_preset_has_its_published_size():
-    assert set(PRESETS) == {"tiny", *PUBLISHED}
+    assert set(PRESETS) == {"tiny", "vit-digits", *PUBLISHED}
     for preset, (billions, tolerance) in PUBLISHED.items():
         assert num_parameters(model_of(preset)) / 1e9 == pytest.approx(billions, rel=tolerance)
 
@@ -63,10 +63,12 @@ def test_every_preset_is_legal(preset):
         {"tie_embeddings": True},
         {"num_kv_heads": 8},
         {"num_layers": 1, "ffn_size": 7, "vocab_size": 13},
+        {"preset": "vit-digits"},
+        {"preset": "vit-digits", "num_layers": 1, "ffn_size": 7, "num_kv_heads": 2, "channels": 3},
     ],
 )
 def test_parameters_are_those_of_the_model_that_is_built(change):
-    config = dataclasses.replace(ModelConfig(), **change)
+    config = Config.from_mapping({"model": {"preset": "tiny", **change}}).model
     with torch.device("meta"):
-        model = LlamaStage(config, range(config.num_layers), has_embedding=True, has_head=True)
+        model = whole_model(config)
     assert num_parameters(config) == sum(weight.numel() for weight in model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from mcp_parallel.config import Config
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     base = Config.from_mapping({"model": {"preset": args.preset}})
     precisions = ("fp64", "fp32") if args.precision == "both" else (args.precision,)
-    cases = _chosen(args.case)
+    cases = _chosen(args.case) if args.case else _that_apply(base, precisions[0])
     for case in cases:
         check(case.configure(base, precisions[0]))
     _check_memory(base)
@@ -94,11 +95,30 @@ def _needed_bytes(config: Config) -> int:
     return num_parameters(config.model) * _BYTES_PER_PARAMETER
 
 
-def _chosen(names: list[str] | None) -> Sequence[Case]:
+def _that_apply(base: Config, precision: str) -> Sequence[Case]:
+    """The matrix without the rows that ``base`` has no room for; says which those are."""
+    from mcp_parallel.check import find_problems
+    from mcp_parallel.data.image_files import digits_file
     from mcp_parallel.parity.cases import MATRIX
 
-    if not names:
-        return MATRIX
+    left_out: dict[str, list[str]] = {}
+    for case in MATRIX:
+        config = case.configure(base, precision)
+        if case.variation.preset is None and base.model.family != "llama":
+            if find_problems(config):
+                left_out.setdefault(f"family {base.model.family} refuses", []).append(case.name)
+        elif config.model.family == "vit" and digits_file() is None:
+            reason = "without scikit-learn (pip install scikit-learn) there are no images for"
+            left_out.setdefault(reason, []).append(case.name)
+    for reason, names in left_out.items():
+        sys.stderr.write(f"{reason} {len(names)} of {len(MATRIX)} rows: {', '.join(names)}\n")
+    gone = {name for names in left_out.values() for name in names}
+    return [case for case in MATRIX if case.name not in gone]
+
+
+def _chosen(names: list[str]) -> Sequence[Case]:
+    from mcp_parallel.parity.cases import MATRIX
+
     known = {case.name: case for case in MATRIX}
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -130,7 +130,7 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
 
 def _anchored(config: Config) -> Config:
     """``config`` with its data path absolute, so that the run resumes from any directory."""
-    if config.data.path is None:
+    if config.data.path is None or config.model.family == "vit":
         return config
     return replace(config, data=replace(config.data, path=os.path.abspath(config.data.path)))
 

@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 from mcp_parallel.config import Config
 from mcp_parallel.data.batch import BatchSource
 from mcp_parallel.data.corpus import Corpus, open_corpus
+from mcp_parallel.data.images import Images, ImageSource, open_digits
 
-Data = Corpus
+Data = Corpus | Images
 """What ``open_data`` gives."""
 
 
@@ -31,11 +32,15 @@ def open_data(config: Config) -> Data:
         ValueError: it is not there, or broken.
         OSError: a file cannot be read.
     """
-    return open_corpus(config.data, config.model)
+    return open_digits() if config.model.family == "vit" else open_corpus(config.data, config.model)
 
 
 def source_of(data: Data, config: Config) -> Source:
     """The batches of a run over ``data``."""
+    if isinstance(data, Images):
+        patch_size = config.model.patch_size
+        assert patch_size is not None
+        return ImageSource(data, config.data.seed, patch_size, config.train.global_batch_size)
     return BatchSource(
         data,
         config.data.seed,

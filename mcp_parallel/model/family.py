@@ -2,8 +2,7 @@
 
 A new family is a module with its stages and its record here; ``model.family`` names it. What both
 the checks before the start and the trainer need (sizes, number of parameters) is in ``presets.py``,
-what it trains on in ``data/source.py``, and which initial values it gets follows from names
-(``init.py``).
+and what it trains on is in ``data/source.py``.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import Protocol
 import torch
 
 from mcp_parallel.config import ModelConfig
+from mcp_parallel.model import init, vit
 from mcp_parallel.model.llama import LlamaStage
 from mcp_parallel.model.stage import StageModel
 
@@ -43,6 +43,9 @@ class Family:
     input_dtype: torch.dtype
     output_shape: Shape
     """Of the logits of a sample, the last dim whole."""
+    parameter_std: Callable[[str, ModelConfig], float | None]
+    """Standard deviation of a parameter's initial values by its name; None for ones, 0 for
+    zeros."""
 
 
 LLAMA = Family(
@@ -50,12 +53,24 @@ LLAMA = Family(
     input_shape=lambda model, seq_len: (seq_len,),
     input_dtype=torch.int64,
     output_shape=lambda model, seq_len: (seq_len, model.vocab_size),
+    parameter_std=init.parameter_std,
 )
+
+
+VIT = Family(
+    build_stage=vit.VitStage,
+    input_shape=lambda model, seq_len: (seq_len, vit.patch_values(model)),
+    input_dtype=torch.float32,
+    output_shape=lambda model, seq_len: (model.vocab_size,),
+    parameter_std=vit.parameter_std,
+)
+
+FAMILIES = {"llama": LLAMA, "vit": VIT}
 
 
 def family_of(config: ModelConfig) -> Family:
     """The family that ``config`` is a shape of."""
-    return LLAMA
+    return FAMILIES[config.family]
 
 
 def whole_model(config: ModelConfig) -> StageModel:

@@ -32,18 +32,24 @@ def parameter_key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little")
 
 
-def parameter_std(name: str, config: ModelConfig) -> float | None:
-    """Standard deviation of a parameter's initial values; None for ones (norm weights).
+def onto_residual(std: float, config: ModelConfig) -> float:
+    """``std`` of a projection onto the residual stream, wo or w2, times ``residual_init_scale``.
 
-    Names mean the same in every family. 0.02 as in GPT-2; projections onto the residual stream are
-    scaled by ``residual_init_scale``: by default 1/sqrt(2 L), so that its variance does not grow
-    with depth.
+    By default that is 1/sqrt(2 L), so that the stream's variance does not grow with depth.
+    """
+    scale = config.residual_init_scale
+    return std / math.sqrt(2 * config.num_layers) if scale is None else std * scale
+
+
+def parameter_std(name: str, config: ModelConfig) -> float | None:
+    """Standard deviation of a parameter of Llama; None for ones (norm weights).
+
+    0.02 as in GPT-2; projections onto the residual stream are scaled by ``onto_residual``.
     """
     if name.endswith("norm.weight"):
         return None
     if name.endswith((".wo", ".w2")):
-        scale = config.residual_init_scale
-        return 0.02 * scale if scale is not None else 0.02 / math.sqrt(2 * config.num_layers)
+        return onto_residual(0.02, config)
     return 0.02
 
 
@@ -65,12 +71,15 @@ def fill_shard(
         global_shape: shape of the whole parameter, at most 2-D.
         offsets: global index of ``local[0, ..., 0]``.
         seed: the run's seed.
-        std: standard deviation; None fills with ones.
+        std: standard deviation; None fills with ones, 0 with zeros.
 
     Cost: about 100 integer operations an element.
     """
     if std is None:
         local.fill_(1.0)
+        return
+    if std == 0:
+        local.zero_()
         return
     key = parameter_key(seed, name)
     columns = global_shape[-1]

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from mcp_parallel.layout import split_dim
 from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.remat import Remat, recomputable
 
@@ -46,6 +48,8 @@ class StageModel(nn.Module):
     are sent as they come.
     """
 
+    whole_input: frozenset[str] = frozenset()
+    """Linear layers whose input every rank holds whole, under sequence parallelism too."""
     ties_embedding: bool = False
     """The head's weight is the parameter ``embed``; a stage that has the head alone holds an
     ``embed`` of its own, which it does not call."""
@@ -63,6 +67,24 @@ class StageModel(nn.Module):
         for block in self.blocks.values():
             x = block(x, *side)
         return x
+
+
+class SharesSequence(nn.Module):
+    """A layer outside of the blocks that itself goes between a whole sequence and a rank's part.
+
+    Linear layers and tables leave that to ``mcp_kernels.nn``.
+    """
+
+    sequence_group: ProcessGroup | None = None
+    """The ranks that share each sequence; None where every rank holds all of it."""
+
+    def own_part(self, length: int) -> slice:
+        """Which of ``length`` positions are this rank's; the last ranks may have none."""
+        group = self.sequence_group
+        if group is None:
+            return slice(0, length)
+        start, size = split_dim(length, group.size(), group.rank())
+        return slice(start, start + size)
 
 
 def stable_name(name: str) -> str:

@@ -25,7 +25,7 @@ from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
 from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.family import family_of, whole_model
-from mcp_parallel.model.init import fill_shard, parameter_std
+from mcp_parallel.model.init import fill_shard
 from mcp_parallel.model.stage import Block, StageModel, stable_name
 from mcp_parallel.parallel.context import share_sequences
 from mcp_parallel.parallel.mesh import Mesh
@@ -135,7 +135,7 @@ def _initial(parameter: nn.Parameter, name: str, config: Config, mesh: Mesh) -> 
         shard.global_shape,
         shard.offsets,
         seed=config.train.seed,
-        std=parameter_std(name, config.model),
+        std=family_of(config.model).parameter_std(name, config.model),
     )
     return values
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from mcp_kernels.nn import RowParallelLinear
 from mcp_kernels.nn.sharding import local_box
 from mcp_parallel.layout import Layout
 from mcp_parallel.model.stage import stable_name
@@ -102,6 +103,12 @@ def iter_shards(
             stage.
     """
     place = mesh.places()
+    summed = {
+        parameter
+        for module in model.modules()
+        if isinstance(module, RowParallelLinear)  # sums its bias's gradient in its own backward
+        for parameter in module.parameters()
+    }
     for full_name, parameter in model.named_parameters():
         name = stable_name(full_name)
         cut = _axes_cut(parameter)
@@ -111,6 +118,7 @@ def iter_shards(
             parameter=parameter,
             counted_here=is_first_replica and not (is_tied_copy and name == "embed"),
             grad_partial_over_tp="tp" not in cut
+            and parameter not in summed
             and mesh.layout.tp > 1
             and mesh.layout.sequence_parallel,
             master=masters.get(parameter),

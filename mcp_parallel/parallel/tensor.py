@@ -21,6 +21,7 @@ from mcp_kernels.nn import ColumnParallel, RowParallel, parallelize
 from mcp_kernels.nn.parallel_style import TensorParallelStyle
 from mcp_parallel.layout import split_dim
 from mcp_parallel.model.loss import IGNORED, token_loss
+from mcp_parallel.model.stage import SharesSequence, StageModel
 from mcp_parallel.parallel.mesh import Mesh
 
 TokenLoss = Callable[[Tensor, Tensor], Tensor]
@@ -31,7 +32,7 @@ TokenLoss = Callable[[Tensor, Tensor], Tensor]
 ROW_PARALLEL = ("wo", "w2", "embed")
 
 
-def cut_layers(model: nn.Module, mesh: Mesh, seq_len: int) -> None:
+def cut_layers(model: StageModel, mesh: Mesh, seq_len: int) -> None:
     """Lay the layers of ``model`` over this rank's tensor-parallel group, in place.
 
     ``seq_len`` is the length of every sequence that the group is given; ``tp`` need not divide it.
@@ -51,7 +52,12 @@ def cut_layers(model: nn.Module, mesh: Mesh, seq_len: int) -> None:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear | nn.Embedding)
     }
+    plan |= {name: ColumnParallel() for name in model.whole_input & plan.keys()}
     parallelize(model, plan, mesh.device_mesh["tp"])
+    if is_cut:
+        for module in model.modules():
+            if isinstance(module, SharesSequence):
+                module.sequence_group = mesh.group("tp")
 
 
 def build_token_loss(vocab_size: int, mesh: Mesh) -> TokenLoss:

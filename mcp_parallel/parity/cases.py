@@ -23,6 +23,8 @@ class Variation:
     """What is trained, apart from the layout; each has a one-process run to be compared with."""
 
     name: str = "plain"
+    preset: str | None = None
+    """A model of its own, with its own data; None varies the one that the matrix is run for."""
     tie_embeddings: bool = False
     extra_vocab: int = 0
     num_layers: int | None = None
@@ -40,6 +42,9 @@ PLAIN = Variation()
 TIED = Variation("tied", tie_embeddings=True)
 ODD_VOCAB = Variation("odd-vocab", extra_vocab=1)
 FIVE_LAYERS = Variation("5-layers", num_layers=5)
+VIT = Variation("vit", preset="vit-digits")
+VIT_PADDED = Variation("vit-padded", preset="vit-digits", padding=True)
+VIT_CLIPPED = Variation("vit-clipped", preset="vit-digits", clip_norm=0.05)
 # Sequences that tp does not divide: 127 positions; 5, of which a fourth rank gets none.
 ODD_LENGTH = Variation("odd-length", extra_positions=-1)
 FIVE_POSITIONS = Variation("5-positions", extra_positions=-123)
@@ -65,6 +70,7 @@ class Case:
     def configure(self, base: Config, precision: str) -> Config:
         """``base`` with this case's model variation, layout and batch."""
         v, layout = self.variation, self.layout
+        base = base if v.preset is None else preset_config(v.preset)
         model = replace(
             base.model,
             tie_embeddings=v.tie_embeddings,
@@ -109,6 +115,11 @@ class Case:
         """The same training on one process in one micro-batch."""
         variation = replace(self.variation, optimizer="adamw")
         return Case(f"one process, {variation.name}", Layout(), variation)
+
+
+def preset_config(preset: str) -> Config:
+    """The config of a preset, nothing else given."""
+    return Config.from_mapping({"model": {"preset": preset}})
 
 
 def _case(name: str, variation: Variation = PLAIN, microbatches: int = 1, **layout: object) -> Case:
@@ -211,6 +222,14 @@ MATRIX = (
     _case("clipped hsdp2x2 zero3", CLIPPED, dp=4, zero=3, dp_replicate=2),
     _case("clipped tied pp4", TIED_CLIPPED, microbatches=4, pp=4),
     _case("clipped dp2tp2pp2", CLIPPED, microbatches=2, dp=2, tp=2, pp=2),
+    _case("vit dp2", VIT, dp=2),
+    _case("vit zero3", VIT, microbatches=2, dp=2, zero=3),
+    _case("vit tp2", VIT, tp=2),
+    _case("vit tp2 no-sp", VIT, tp=2, sequence_parallel=False),
+    _case("vit pp2", VIT, microbatches=4, pp=2),
+    _case("vit dp2tp2pp2", VIT, microbatches=2, dp=2, tp=2, pp=2),
+    _case("vit padded dp4", VIT_PADDED, dp=4),
+    _case("vit clipped tp2pp2 zbv", VIT_CLIPPED, microbatches=4, tp=2, pp=2, schedule="zbv"),
     _case("onebit dp4 zero1", ONEBIT, dp=4, zero=1),
     _case("onebit dp2tp2", ONEBIT, microbatches=2, dp=2, tp=2),
     _case("onebit dp2pp2 zbv", ONEBIT, microbatches=2, dp=2, pp=2, schedule="zbv"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -10,14 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mcp_parallel.config import Config
-from mcp_parallel.data.source import Data, documents_of, source_of
+from mcp_parallel.data.source import Data, documents_of, open_data, source_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import Mesh, build_mesh, is_main
 from mcp_parallel.parallel.parallelize import global_shapes
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard
-from mcp_parallel.parity.cases import STEPS, Case
+from mcp_parallel.parity.cases import STEPS, Case, preset_config
 from mcp_parallel.step import TrainingStep
 
 
@@ -57,7 +58,8 @@ def measure(
         return None
     config = case.configure(base, precision)
     step = TrainingStep(config, mesh)
-    source = source_of(data, config)
+    own = case.variation.preset
+    source = source_of(data if own is None else _data_of(own), config)
     before = {id(shard): shard.local.clone() for shard in step.shards}
     losses, norms = [], []
     for index in range(STEPS):
@@ -78,12 +80,21 @@ def measure(
     return Measurement(losses, norms, updates) if is_main() else None
 
 
+@cache
+def _data_of(preset: str) -> Data:
+    """What a preset of a case's own trains on, read once."""
+    return open_data(preset_config(preset))
+
+
 def pad_rows(targets: np.ndarray, rows: range) -> None:
     """Ignore the tail of each row in place; row r keeps a length that depends on r alone.
 
     Lengths run from a few tokens to all but a few, so data-parallel ranks and micro-batches hold
-    very different numbers of valid tokens.
+    very different numbers of valid tokens. Of rows with one target (images) every third is ignored.
     """
+    if targets.ndim == 1:
+        targets[[row % 3 == 0 for row in rows]] = IGNORED
+        return
     length = targets.shape[1]
     for index, row in enumerate(rows):
         targets[index, 3 + (row * row * 17) % (length - 3) :] = IGNORED

@@ -26,19 +26,22 @@ def head_problems(config: Config) -> Iterator[Problem]:
     """Heads that do not share out the width, and groups of heads that are not equal."""
     model, tp = config.model, config.parallel.tp
     hidden, heads, kv_heads = model.hidden_size, model.num_heads, model.num_kv_heads
-    if hidden % (2 * heads):
+    unit = 2 if model.family == "llama" else 1
+    if hidden % (unit * heads):
         high = int(BOUNDS["model.hidden_size"].high)
         fitting = (
             count
             for count in divisors(hidden)
-            if hidden // count % 2 == 0 and count % kv_heads == 0 and count % tp == 0
+            if hidden // count % unit == 0 and count % kv_heads == 0 and count % tp == 0
         )
         yield Problem(
             "hidden_size over num_heads",
             "model.hidden_size",
-            f"be a multiple of 2 * num_heads = {2 * heads} (RoPE turns pairs within a head)",
+            f"be a multiple of 2 * num_heads = {2 * heads} (RoPE turns pairs within a head)"
+            if unit == 2
+            else f"be a multiple of num_heads = {heads}",
             str(hidden),
-            ways("model.hidden_size", nearest_multiples(2 * heads, hidden, 1, high), 2)
+            ways("model.hidden_size", nearest_multiples(unit * heads, hidden, 1, high), 2)
             + ways("model.num_heads", nearest(fitting, heads), 1),
         )
     if heads % kv_heads:

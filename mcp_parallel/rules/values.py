@@ -40,6 +40,10 @@ BOUNDS: dict[str, Bound] = {
     "model.rope_theta": Bound(1.0, 1e12),
     "model.norm_eps": Bound(0.0, 1.0),
     "model.residual_init_scale": Bound(0.0, 1e3),
+    "model.image_size": Bound(1, 1 << 14),
+    "model.patch_size": Bound(1, 1 << 14),
+    "model.channels": Bound(1, 1 << 10),
+    "model.num_classes": Bound(2, 1 << 24),
     "parallel.dp": _DEGREE,
     "parallel.tp": _DEGREE,
     "parallel.pp": _DEGREE,
@@ -68,6 +72,7 @@ BOUNDS: dict[str, Bound] = {
     "checkpoint.keep": Bound(1, 10**6),
     "checkpoint.replicas": Bound(1, 100),
     "monitor.every": _STEPS,
+    "monitor.validate_every": Bound(0, 10**9),
 }
 
 # Keys whose other values the configuration already knows and this version does not run.
