@@ -1,0 +1,122 @@
+"""Embedding, last norm, head and loss of a stage as allocations. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcp_parallel.memory.block import GiveGradient
+from mcp_parallel.memory.ledger import Ledger, Memory
+from mcp_parallel.memory.sizes import Sizes
+
+# As in parallel/head_loss.py; a test holds them together.
+CHUNK_BYTES = 16 * 2**20
+MIN_ROWS = 128
+_INDEX_BYTES = 8
+
+
+@dataclass
+class HeadPass:
+    """One micro-batch's last norm, head and loss.
+
+    Args:
+        ledger: what is counted in.
+        sizes: of the rank.
+        recompute: the loss keeps its input and makes the logits again.
+    """
+
+    ledger: Ledger
+    sizes: Sizes
+    recompute: bool
+
+    def forward(self, x: Memory, is_held: bool = False) -> Memory:
+        """The last norm's result, which the loss is given; ``x`` is saved."""
+        s, ledger = self.sizes, self.ledger
+        self._x = ledger.hold(x)
+        self._scale = ledger.new(s.cut_tokens * max(4, s.compute_bytes))
+        if s.compute_bytes < 4:
+            wide = ledger.new(4 * s.cut_tokens * s.hidden)
+            normed = ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
+            ledger.drop(wide)
+            return normed
+        return ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
+
+    def loss(self, normed: Memory) -> None:
+        """The loss, and what it keeps: both gradients, or its input."""
+        s, ledger = self.sizes, self.ledger
+        whole = s.compute_bytes * s.tokens * s.hidden
+        x = ledger.new(whole) if s.sequence_parallel else ledger.hold(normed)
+        self._kept: list[Memory] = []
+        if self.recompute:
+            self._kept = [ledger.hold(x), ledger.new(2 * s.tokens * max(4, s.compute_bytes))]
+            self._chunk()
+        else:
+            self._kept = [ledger.new(whole)]
+            self._kept.append(self._chunk(makes_dw=True))
+        ledger.drop(x)
+
+    def _chunk(self, makes_dw: bool = False) -> Memory:
+        """The largest chunk's logits, and dW where it is made."""
+        s, ledger = self.sizes, self.ledger
+        width = max(4, s.compute_bytes)
+        rows = min(s.tokens, max(MIN_ROWS, CHUNK_BYTES // max(1, width * s.vocab)))
+        z = ledger.new(rows * s.vocab * width, "logits")
+        if s.compute_bytes < 4:
+            ledger.pass_by(rows * s.vocab * s.compute_bytes, "logits")
+        small = ledger.new(rows * (_INDEX_BYTES + 8 * width + 4))
+        dw = ledger.new(s.vocab * s.hidden * width if makes_dw else 0, "gradients")
+        if makes_dw and s.compute_bytes < 4:
+            ledger.pass_by(s.vocab * s.hidden * s.compute_bytes, "gradients")
+        ledger.drop(z, small)
+        return dw
+
+    def backward(self, give_kept: GiveGradient, give: GiveGradient) -> Memory:
+        """Gradient of the last block's result.
+
+        Args:
+            give_kept: takes over a weight's gradient that is allocated already.
+            give: as for a block.
+        """
+        s, ledger = self.sizes, self.ledger
+        elements = s.cut_tokens * s.hidden
+        if self.recompute:
+            x, statistics = self._kept
+            self._kept = [ledger.new(s.compute_bytes * s.tokens * s.hidden)]
+            self._kept.append(self._chunk(makes_dw=True))
+            ledger.drop(x, statistics)
+        d_x, dw = self._kept
+        ledger.drop(dw)
+        give_kept("head", s.vocab * s.hidden)
+        if s.sequence_parallel:
+            part = ledger.new(s.compute_bytes * elements)
+            ledger.drop(d_x)
+            d_x = part
+        if s.compute_bytes < 4:
+            wide = [ledger.new(4 * elements) for _ in range(3)]
+            d_x0 = ledger.new(s.compute_bytes * elements)
+            ledger.drop(*wide)
+        else:
+            d_x0 = ledger.new(s.compute_bytes * elements)
+        give("norm", s.hidden)
+        ledger.drop(d_x, self._x, self._scale)
+        return d_x0
+
+
+def embedding_forward(ledger: Ledger, s: Sizes) -> Memory:
+    """The first stage's input to its blocks."""
+    if s.tp == 1:
+        return ledger.new(s.compute_bytes * s.tokens * s.hidden)
+    whole = ledger.new(s.compute_bytes * s.tokens * s.hidden)
+    part = ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
+    ledger.drop(whole)
+    return part
+
+
+def embedding_backward(ledger: Ledger, s: Sizes, d_x: Memory, give: GiveGradient) -> None:
+    """The table's gradient; takes over ``d_x``."""
+    whole = None
+    if s.sequence_parallel:
+        whole = ledger.new(s.compute_bytes * s.tokens * s.hidden)
+    if s.compute_bytes < 4:
+        ledger.pass_by(4 * s.vocab * s.hidden, "gradients")
+    give("embed", s.vocab * s.hidden)
+    ledger.drop(d_x, whole)

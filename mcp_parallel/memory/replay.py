@@ -1,0 +1,83 @@
+"""One rank's training step, replayed as allocations. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
+from mcp_parallel.memory.block import BlockPass
+from mcp_parallel.memory.ends import HeadPass, embedding_backward, embedding_forward
+from mcp_parallel.memory.kept import Keeping
+from mcp_parallel.memory.ledger import Ledger, Memory
+from mcp_parallel.memory.sizes import Sizes, StageSizes
+from mcp_parallel.memory.weights import Weights
+
+
+class StageReplay:
+    """The micro-batches of one stage."""
+
+    def __init__(
+        self, ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes, weights: Weights
+    ) -> None:
+        self.ledger, self.sizes, self.stage, self.weights = ledger, sizes, stage, weights
+        self.keeping = Keeping.of(config.memory)
+        layout = Layout.from_config(config.parallel)
+        positions = config.train.micro_batch_size * config.model.seq_len
+        is_gpipe = layout.pp > 1 and layout.schedule == "gpipe"
+        self._recomputes_head = is_gpipe and config.model.hidden_size > positions
+        self._blocks: dict[int, list[BlockPass]] = {}
+        self._heads: dict[int, HeadPass] = {}
+
+    def forward(self, microbatch: int, x: Memory | None) -> Memory:
+        """What the stage gives; ``x`` is its input, None for tokens, kept by the caller."""
+        is_held = x is not None
+        self.weights.before_forward("root")
+        if x is None:
+            x = embedding_forward(self.ledger, self.sizes)
+        else:
+            self.ledger.hold(x)
+        blocks = self._blocks[microbatch] = []
+        for number in range(self.stage.num_layers):
+            self.weights.before_forward(self._name(number))
+            block = BlockPass(self.ledger, self.sizes, self.keeping)
+            result = block.forward(x, x_is_held=is_held and number == 0)
+            self.weights.after_forward(self._name(number))
+            blocks.append(block)
+            self.ledger.drop(x)
+            x = result
+        if self.stage.has_head:
+            head = HeadPass(self.ledger, self.sizes, self._recomputes_head)
+            self._heads[microbatch] = head
+            normed = head.forward(x)
+            self.ledger.drop(x)
+            return normed
+        return x
+
+    def loss(self, microbatch: int, normed: Memory) -> None:
+        """The loss of what ``forward`` gave."""
+        self._heads[microbatch].loss(normed)
+
+    def backward(self, microbatch: int, d_x: Memory | None) -> Memory | None:
+        """Gradient of the stage's input; takes over ``d_x``, None at the loss."""
+        if self.stage.has_head:
+            give = self._giver("root")
+            d_x = self._heads.pop(microbatch).backward(give, give)
+        assert d_x is not None
+        blocks = self._blocks.pop(microbatch)
+        for number in reversed(range(self.stage.num_layers)):
+            name = self._name(number)
+            self.weights.before_backward(name)
+            d_x = blocks[number].backward(d_x, self._giver(name))
+            self.weights.after_backward(name)
+        if self.stage.has_embedding:
+            embedding_backward(self.ledger, self.sizes, d_x, self._giver("root"))
+            d_x = None
+        self.weights.after_backward("root")
+        return d_x
+
+    def _giver(self, group: str) -> Callable[[str, int], None]:
+        return lambda weight, elements: self.weights.give(group, weight, elements)
+
+    def _name(self, number: int) -> str:
+        return str(number)

@@ -1,0 +1,87 @@
+"""Parameters, their gradients and the optimizer's state as allocations. No torch."""
+
+from __future__ import annotations
+
+from mcp_parallel.config import Config
+from mcp_parallel.memory.ledger import Ledger, Memory
+from mcp_parallel.memory.sizes import Sizes, StageSizes
+
+MOMENTS = 2
+
+
+class Weights:
+    """The weights of one stage, replicated over dp.
+
+    Gradients stay with autograd from a micro-batch to the next; those that are summed over ranks,
+    or are 16-bit, end in buckets of the optimizer's format that are there all the time.
+    """
+
+    def __init__(
+        self, ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes, *, summed: bool
+    ) -> None:
+        self.ledger, self.sizes = ledger, sizes
+        self.is_narrow = sizes.compute_bytes < sizes.state_bytes
+        self.has_buckets = summed or self.is_narrow
+        self.is_last = False
+        elements = sum(weights_of(config, sizes, stage).values())
+        ledger.new(elements * sizes.compute_bytes, "parameters")
+        if self.is_narrow:
+            ledger.new(elements * sizes.state_bytes, "optimizer")  # fp32 values
+        if self.has_buckets:
+            ledger.new(elements * sizes.state_bytes, "gradients")
+        if not config.memory.offload:
+            ledger.new(MOMENTS * elements * sizes.state_bytes, "optimizer")
+        self._raw: dict[tuple[str, str], Memory] = {}
+
+    def start_step(self) -> None:
+        """Gradients of the last step are forgotten."""
+        self.ledger.drop(*self._raw.values())
+        self._raw.clear()
+
+    def start_microbatch(self, *, is_last: bool) -> None:
+        """What comes next is one micro-batch's backward."""
+        self.is_last = is_last
+
+    def give(self, group: str, weight: str, elements: int) -> None:
+        """A gradient was made: it is the first, is added to the sum, or goes into its bucket."""
+        grad = self.ledger.new(elements * self.sizes.compute_bytes, "gradients")
+        key = (group, weight)
+        if self.is_narrow:
+            self.ledger.drop(grad)
+            return
+        if key in self._raw:
+            self.ledger.drop(grad)
+        else:
+            self._raw[key] = grad
+        if self.has_buckets and self.is_last:
+            self.ledger.drop(self._raw.pop(key))
+
+    def before_forward(self, group: str) -> None:
+        """Weights are where they are needed."""
+
+    def after_forward(self, group: str) -> None:
+        """And stay there."""
+
+    def before_backward(self, group: str) -> None:
+        """Weights are where they are needed."""
+
+    def after_backward(self, group: str) -> None:
+        """And stay there."""
+
+
+def weights_of(config: Config, sizes: Sizes, stage: StageSizes) -> dict[str, int]:
+    """Elements of each weight of a stage on this rank, by a name of its own."""
+    found = {
+        f"{number}.{name}": elements
+        for number in range(stage.num_layers)
+        for name, elements in sizes.block_weights.items()
+    }
+    table = sizes.vocab * sizes.hidden
+    is_tied = config.model.tie_embeddings
+    if stage.has_embedding or (stage.has_head and is_tied):
+        found["embed"] = table
+    if stage.has_head:
+        found["norm"] = sizes.hidden
+        if not is_tied:
+            found["head"] = table
+    return found
