@@ -35,7 +35,7 @@ class BlockPass:
     def __init__(self, ledger: Ledger, sizes: Sizes, keeping: Keeping) -> None:
         self.ledger, self.sizes, self.keeping = ledger, sizes, keeping
         self._saved: dict[str, _Saved] = {}
-        self._uses: dict[str, Memory] = {}
+        self._between: list[Memory] = []
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -301,3 +301,46 @@ class BlockPass:
         if number == "1" and "input" in self._saved:
             self._forget("input")
         return d_residual
+
+    # --- a backward in two passes ---------------------------------------------------------------
+
+    def input_backward(self, d_x3: Memory) -> Memory:
+        """Gradient of the block's input alone; takes over ``d_x3``.
+
+        All that was saved stays for the weights' pass, beside the gradient of each layer's result.
+        """
+        s, ledger = self.sizes, self.ledger
+        cut, whole = s.cut_tokens * s.hidden, s.tokens * s.hidden
+        inner, q, kv = s.tokens * s.ffn, s.tokens * s.q_width, s.tokens * s.kv_width
+        if self.keeping.policy == "full":
+            self._recompute()
+        self._between = [ledger.hold(d_x3)]  # of w2
+        d_product, temporary = self._new(inner), self._new(inner)
+        d_gate = self._new(inner)
+        ledger.drop(temporary)
+        d_up = self._new(inner)
+        ledger.drop(d_product)
+        self._between += [d_gate, d_up]
+        d_n2 = self._new(whole)
+        ledger.pass_by(whole * s.compute_bytes, "activations")
+        d_x2 = self._new(cut)
+        self._between += [d_n2, ledger.hold(d_x2)]  # of the norm, of wo
+        ledger.drop(d_x3)
+        d_out = self._new(q)
+        grads = [self._new(q), self._new(kv), self._new(kv)]
+        ledger.drop(d_out)
+        turned = [self._new(q), self._new(kv)]
+        ledger.drop(*grads[:2])
+        self._between += [*turned, grads[2]]
+        d_n1 = self._new(whole)
+        self._between.append(d_n1)
+        d_x = self._new(cut)
+        ledger.drop(d_x2)
+        return d_x
+
+    def weight_backward(self, give: GiveGradient) -> None:
+        """Gradients of the weights; frees all that is left."""
+        for weight in ("w2", "w3", "w1", "ffn_norm", "wo", "wv", "wk", "wq", "attn_norm"):
+            give(weight, self.sizes.block_weights[weight])
+        self.ledger.drop(*self._between)
+        self._forget(*list(self._saved))

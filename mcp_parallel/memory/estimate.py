@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory.ledger import Ledger
+from mcp_parallel.memory.pipeline import PipelineRank
 from mcp_parallel.memory.replay import StageReplay
-from mcp_parallel.memory.sizes import Sizes, stages_of
+from mcp_parallel.memory.sharded import ShardedWeights
+from mcp_parallel.memory.sizes import Sizes, StageSizes, stages_of
 from mcp_parallel.memory.weights import Weights
 
+_TOKEN_BYTES = 8
 NARROW_HEAD = 32
 """As in model/rotary.py; a test holds them together."""
 
@@ -38,22 +41,48 @@ def estimate(config: Config, pp_rank: int = 0) -> Estimate:
     """
     ledger, sizes = Ledger(), Sizes.of(config)
     layout = Layout.from_config(config.parallel)
-    [stage] = stages_of(config, pp_rank)
-    weights = Weights(ledger, config, sizes, stage, summed=layout.dp_cp > 1)
-    replay = StageReplay(ledger, config, sizes, stage, weights)
     count = config.train.global_batch_size // layout.dp // config.train.micro_batch_size
+    stages: dict[int, StageReplay] = {}
+    for stage in stages_of(config, pp_rank):
+        weights = _weights(ledger, config, sizes, stage)
+        stages[stage.index] = StageReplay(ledger, config, sizes, stage, weights)
     ledger.new(_tables_bytes(config, sizes), "activations")
-    ledger.new(16 * config.model.seq_len * count * config.train.micro_batch_size, "activations")
-    for _ in range(2):
-        weights.start_step()
-        for index in range(min(count, 3)):
-            is_last = index == min(count, 3) - 1
-            normed = replay.forward(index, None)
-            replay.loss(index, normed)
-            ledger.drop(normed)
-            weights.start_microbatch(is_last=is_last)
-            replay.backward(index, None)
+    ledger.new(2 * _TOKEN_BYTES * config.model.seq_len * config.train.micro_batch_size * count)
+    if layout.pp > 1:
+        step = PipelineRank(ledger, config, sizes, stages, pp_rank, count)
+    else:
+        step = MicrobatchLoop(ledger, stages[0], count)
+    for _ in range(2):  # the second has gradients of the first to forget
+        for stage in stages.values():
+            stage.weights.start_step()
+        step.run()
     return Estimate(ledger.peak, ledger.at_peak)
+
+
+class MicrobatchLoop:
+    """One stage: micro-batches one after the other."""
+
+    def __init__(self, ledger: Ledger, stage: StageReplay, count: int) -> None:
+        self.ledger, self.stage = ledger, stage
+        self.count = min(count, 3)  # from the second on they are alike, but for the last
+
+    def run(self) -> None:
+        """One step."""
+        for index in range(self.count):
+            normed = self.stage.forward(index, None)
+            self.stage.loss(index, normed)
+            self.ledger.drop(normed)
+            self.stage.weights.start_microbatch(is_last=index == self.count - 1)
+            self.stage.backward(index, None)
+
+
+def _weights(
+    ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes
+) -> Weights | ShardedWeights:
+    layout = Layout.from_config(config.parallel)
+    if layout.zero > 0 and layout.zero_ranks > 1:
+        return ShardedWeights(ledger, config, sizes, stage)
+    return Weights(ledger, config, sizes, stage, summed=layout.dp_cp > 1)
 
 
 def _tables_bytes(config: Config, sizes: Sizes) -> int:

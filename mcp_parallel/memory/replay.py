@@ -10,15 +10,21 @@ from mcp_parallel.memory.block import BlockPass
 from mcp_parallel.memory.ends import HeadPass, embedding_backward, embedding_forward
 from mcp_parallel.memory.kept import Keeping
 from mcp_parallel.memory.ledger import Ledger, Memory
+from mcp_parallel.memory.sharded import ShardedWeights
 from mcp_parallel.memory.sizes import Sizes, StageSizes
-from mcp_parallel.memory.weights import Weights
+from mcp_parallel.memory.weights import ROOT, Weights
 
 
 class StageReplay:
     """The micro-batches of one stage."""
 
     def __init__(
-        self, ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes, weights: Weights
+        self,
+        ledger: Ledger,
+        config: Config,
+        sizes: Sizes,
+        stage: StageSizes,
+        weights: Weights | ShardedWeights,
     ) -> None:
         self.ledger, self.sizes, self.stage, self.weights = ledger, sizes, stage, weights
         self.keeping = Keeping.of(config.memory)
@@ -32,7 +38,7 @@ class StageReplay:
     def forward(self, microbatch: int, x: Memory | None) -> Memory:
         """What the stage gives; ``x`` is its input, None for tokens, kept by the caller."""
         is_held = x is not None
-        self.weights.before_forward("root")
+        self.weights.before_forward(ROOT)
         if x is None:
             x = embedding_forward(self.ledger, self.sizes)
         else:
@@ -51,7 +57,8 @@ class StageReplay:
             self._heads[microbatch] = head
             normed = head.forward(x)
             self.ledger.drop(x)
-            return normed
+            x = normed
+        self.weights.after_forward(ROOT)
         return x
 
     def loss(self, microbatch: int, normed: Memory) -> None:
@@ -61,7 +68,7 @@ class StageReplay:
     def backward(self, microbatch: int, d_x: Memory | None) -> Memory | None:
         """Gradient of the stage's input; takes over ``d_x``, None at the loss."""
         if self.stage.has_head:
-            give = self._giver("root")
+            give = self._giver(ROOT)
             d_x = self._heads.pop(microbatch).backward(give, give)
         assert d_x is not None
         blocks = self._blocks.pop(microbatch)
@@ -71,10 +78,27 @@ class StageReplay:
             d_x = blocks[number].backward(d_x, self._giver(name))
             self.weights.after_backward(name)
         if self.stage.has_embedding:
-            embedding_backward(self.ledger, self.sizes, d_x, self._giver("root"))
+            embedding_backward(self.ledger, self.sizes, d_x, self._giver(ROOT))
             d_x = None
-        self.weights.after_backward("root")
+        self.weights.finish_backward()
         return d_x
+
+    def input_backward(self, microbatch: int, d_x: Memory | None) -> Memory:
+        """Gradient of the stage's input alone; takes over ``d_x``, None at the loss."""
+        if self.stage.has_head:
+            d_x = self._heads[microbatch].input_backward()
+        assert d_x is not None
+        for block in reversed(self._blocks[microbatch]):
+            d_x = block.input_backward(d_x)
+        return d_x
+
+    def weight_backward(self, microbatch: int) -> None:
+        """Gradients of the weights after ``input_backward``."""
+        if self.stage.has_head:
+            give = self._giver(ROOT)
+            self._heads.pop(microbatch).weight_backward(give, give)
+        for number, block in reversed(list(enumerate(self._blocks.pop(microbatch)))):
+            block.weight_backward(self._giver(self._name(number)))
 
     def _giver(self, group: str) -> Callable[[str, int], None]:
         return lambda weight, elements: self.weights.give(group, weight, elements)

@@ -8,6 +8,7 @@ does not come from it: code, Python's objects, mapped files, the segments of bac
 from __future__ import annotations
 
 from types import TracebackType
+from typing import Any
 
 from torch.autograd.profiler import profile
 
@@ -37,7 +38,7 @@ class AllocationTracker:
         self._profile.__exit__(kind, error, trace)
         results = self._profile.kineto_results
         assert results is not None
-        events = [e for e in results.events() if e.name() == "[memory]"]
+        events: list[Any] = [e for e in results.events() if e.name() == "[memory]"]
         events.sort(key=lambda event: event.start_ns())
         total, released_at_peak = 0, 0
         for index, event in enumerate(events):

@@ -7,6 +7,8 @@ from mcp_parallel.memory.ledger import Ledger, Memory
 from mcp_parallel.memory.sizes import Sizes, StageSizes
 
 MOMENTS = 2
+ROOT = "root"
+"""The group of all weights that are in no block."""
 
 
 class Weights:
@@ -67,6 +69,9 @@ class Weights:
 
     def after_backward(self, group: str) -> None:
         """And stay there."""
+
+    def finish_backward(self) -> None:
+        """Nothing waits for the end of a backward pass."""
 
 
 def weights_of(config: Config, sizes: Sizes, stage: StageSizes) -> dict[str, int]:

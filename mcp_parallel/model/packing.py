@@ -111,13 +111,17 @@ class Packer:
         self.to_host = to_host
         self._alive = {_local(p).untyped_storage()._cdata for p in parameters}
 
+    def is_kept_anyway(self, tensor: Tensor) -> bool:
+        """Whether others keep the tensor, or it is of whole numbers: it is left as it is."""
+        if not tensor.is_floating_point() or (tensor.is_leaf and tensor.requires_grad):
+            return True
+        return tensor.untyped_storage()._cdata in self._alive
+
     def pack(self, tensor: Tensor) -> Tensor | _View:
         """What autograd keeps instead of ``tensor``, which may be ``tensor``."""
-        if not tensor.is_floating_point() or tensor.numel() < SMALLEST:
-            return tensor
+        if tensor.numel() < SMALLEST or self.is_kept_anyway(tensor):
+            return _as_it_is(tensor)
         storage = tensor.untyped_storage()
-        if storage._cdata in self._alive or (tensor.is_leaf and tensor.requires_grad):
-            return tensor
         recipe = getattr(storage, "mcp_recipe", None)
         if recipe is not None:
             key = ("recipe",)
@@ -126,7 +130,7 @@ class Packer:
             return _View(kept, tensor, offset)
         is_smaller = tensor.element_size() > BYTES_EACH[self.compression]
         if is_exact(tensor) or not (is_smaller or self.to_host):
-            return tensor
+            return _as_it_is(tensor)
         return self._formatted(tensor, storage, self.compression if is_smaller else "none")
 
     def unpack(self, saved: Tensor | _View) -> Tensor:
@@ -155,6 +159,14 @@ class Packer:
                 return function(*(self.unpack(x) for x in saved))
 
         return _Kept(make)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    """``tensor`` outside of its graph: a node that kept its own result would keep itself alive.
+
+    Backward ends such a cycle where it frees the node; one that comes in two passes does not.
+    """
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

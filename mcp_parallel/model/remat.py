@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 from mcp_parallel.model.formats import Compression
 from mcp_parallel.model.packing import Packer, remember_recipe
+from mcp_parallel.model.rerun import Rerun
 
 Policy = Literal["none", "selective", "full"]
 
@@ -73,18 +73,12 @@ class Remat:
         packs = self.compression != "none" or self.to_host
         if (self.policy == "none" and not packs) or not torch.is_grad_enabled():
             return function(x)
-        if self.policy == "full" and not packs:
-            return self._recomputed(function, x)
         packer = Packer(self.compression, parameters, to_host=self.to_host)
+        if self.policy == "full":
+            return Rerun(function, x, packer).forward(x)
         with saved_tensors_hooks(packer.pack, packer.unpack):
-            if self.policy == "full":
-                return self._recomputed(function, x)
             _forward.is_selective = self.policy == "selective"
             try:
                 return function(x)
             finally:
                 _forward.is_selective = False
-
-    def _recomputed(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        # No dropout anywhere in the model, so no random state needs to be carried.
-        return checkpoint(function, x, use_reentrant=False, preserve_rng_state=False)
