@@ -32,7 +32,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--case", action="append", metavar="NAME", help="only this row; may be repeated"
     )
     parser.add_argument(
-        "--precision", choices=("fp64", "fp32", "both"), default="both", help="default: both"
+        "--precision",
+        choices=("fp64", "fp32", "bf16", "fp16", "both", "all"),
+        default="all",
+        help="both is fp64 and fp32; bf16 and fp16 run the 16-bit cases (default: all)",
     )
     parser.add_argument(
         "--backend",
@@ -46,13 +49,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(args: argparse.Namespace) -> int:
     """Check every case's configuration, then start the ranks; 1 when a case falls out."""
     from mcp_parallel.check import check
-    from mcp_parallel.parity.cases import WORLD_SIZE
+    from mcp_parallel.parity.cases import EXACT, PRECISIONS, WORLD_SIZE
 
     base = Config.from_mapping({"model": {"preset": args.preset}})
-    precisions = ("fp64", "fp32") if args.precision == "both" else (args.precision,)
-    cases = _chosen(args.case) if args.case else _that_apply(base, precisions[0])
+    precisions = {"all": PRECISIONS, "both": EXACT}.get(args.precision, (args.precision,))
+    chosen = _chosen(args.case) if args.case else _that_apply(base)
+    cases = [case for case in chosen if set(case.precisions) & set(precisions)]
+    if not cases:
+        problem = (
+            f"parity: --precision must be one that the cases are run in, got {args.precision}; "
+            "leave it out, or --case"
+        )
+        raise ConfigError([problem])
     for case in cases:
-        check(case.configure(base, precisions[0]))
+        check(case.configure(base, next(p for p in precisions if p in case.precisions)))
     _check_memory(base)
 
     from mcp_parallel.data.source import open_data
@@ -95,7 +105,7 @@ def _needed_bytes(config: Config) -> int:
     return num_parameters(config.model) * _BYTES_PER_PARAMETER
 
 
-def _that_apply(base: Config, precision: str) -> Sequence[Case]:
+def _that_apply(base: Config) -> Sequence[Case]:
     """The matrix without the rows that ``base`` has no room for; says which those are."""
     from mcp_parallel.check import find_problems
     from mcp_parallel.data.image_files import digits_file
@@ -103,7 +113,7 @@ def _that_apply(base: Config, precision: str) -> Sequence[Case]:
 
     left_out: dict[str, list[str]] = {}
     for case in MATRIX:
-        config = case.configure(base, precision)
+        config = case.configure(base, case.precisions[0])
         if case.variation.preset is None and base.model.family != "llama":
             if find_problems(config):
                 left_out.setdefault(f"family {base.model.family} refuses", []).append(case.name)

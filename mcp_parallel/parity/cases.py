@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from mcp_parallel.config import Config
+from mcp_parallel.config_amp import AmpConfig, GradScalerConfig
 from mcp_parallel.layout import Layout
 
 GLOBAL_BATCH = 8
@@ -16,6 +17,10 @@ STEPS = 5
 LEARNING_RATE = 3e-4
 # Most ranks that a case needs.
 WORLD_SIZE = 8
+# What a case is run in: formats that leave a real difference no room, or 16 bits.
+EXACT = ("fp64", "fp32")
+NARROW = ("bf16", "fp16")
+PRECISIONS = (*EXACT, *NARROW)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,11 @@ class Variation:
     """1-bit Adam before its switch, compared with one process of AdamW."""
     document_separator: int | None = None
     """A byte that ends documents, which attention then stays within."""
+    loss_scale: tuple[float, int] | None = None
+    """(first scale, growth interval) of loss scaling; None is off, and always so in the run that is
+    compared with, but for fp16."""
+    fp32_embedding: tuple[int, int] = (0, 0)
+    """Steps of the embedding in fp32, and of its switch to 16 bits."""
 
 
 PLAIN = Variation()
@@ -56,6 +66,12 @@ TIED_CLIPPED = Variation("tied-clipped", tie_embeddings=True, clip_norm=0.05)
 DOCUMENTS = Variation("documents", document_separator=ord("\n"))
 ONEBIT = Variation("onebit", optimizer="onebit_adam")
 ONEBIT_TIED = Variation("onebit-tied", tie_embeddings=True, optimizer="onebit_adam", clip_norm=0.05)
+# Scales that change within the five steps, after the second and the fourth.
+SCALED = Variation("scaled", loss_scale=(1024.0, 2))
+SCALED_TIED = Variation("scaled-tied", tie_embeddings=True, clip_norm=0.05, loss_scale=(1024.0, 2))
+# Two steps in fp32, two mixed, one in 16 bits.
+FP32_EMBEDDING = replace(SCALED, name="fp32-embedding", fp32_embedding=(2, 2))
+FP32_EMBEDDING_TIED = replace(FP32_EMBEDDING, name="fp32-embedding-tied", tie_embeddings=True)
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,7 @@ class Case:
     layout: Layout
     variation: Variation = PLAIN
     microbatches: int = 1
+    precisions: tuple[str, ...] = EXACT
 
     def configure(self, base: Config, precision: str) -> Config:
         """``base`` with this case's model variation, layout and batch."""
@@ -103,17 +120,26 @@ class Case:
             optimizer=v.optimizer,
             freeze_step=STEPS + 1 if v.optimizer == "onebit_adam" else None,
             precision=precision,
+            fp32_embedding_steps=v.fp32_embedding[0],
+            fp32_embedding_switch_steps=v.fp32_embedding[1],
+        )
+        scale, interval = v.loss_scale or (65536.0, 2000)
+        scaler = GradScalerConfig(
+            enabled=v.loss_scale is not None, init_scale=scale, growth_interval=interval
         )
         data = replace(
             base.data,
             document_masking=v.document_separator is not None,
             document_separator=v.document_separator,
         )
-        return replace(base, model=model, parallel=parallel, train=train, data=data)
+        amp = AmpConfig(grad_scaler=scaler)
+        return replace(base, model=model, parallel=parallel, train=train, amp=amp, data=data)
 
     def reference(self) -> Case:
         """The same training on one process in one micro-batch."""
         variation = replace(self.variation, optimizer="adamw")
+        if self.precisions == EXACT:  # a scale that is a power of two then changes nothing
+            variation = replace(variation, loss_scale=None)
         return Case(f"one process, {variation.name}", Layout(), variation)
 
 
@@ -124,6 +150,10 @@ def preset_config(preset: str) -> Config:
 
 def _case(name: str, variation: Variation = PLAIN, microbatches: int = 1, **layout: object) -> Case:
     return Case(name, Layout(**layout), variation, microbatches)  # pyright: ignore[reportArgumentType]
+
+
+def _narrow(name: str, variation: Variation, microbatches: int = 1, **layout: object) -> Case:
+    return replace(_case(name, variation, microbatches, **layout), precisions=NARROW)
 
 
 MATRIX = (
@@ -235,5 +265,15 @@ MATRIX = (
     _case("onebit dp2pp2 zbv", ONEBIT, microbatches=2, dp=2, pp=2, schedule="zbv"),
     _case("onebit tied dp2pp2", ONEBIT_TIED, microbatches=2, dp=2, pp=2),
     _case("onebit tied dp2tp2pp2 zero1", ONEBIT_TIED, microbatches=2, dp=2, tp=2, pp=2, zero=1),
+    _narrow("16-bit vit dp2tp2", replace(VIT, loss_scale=SCALED.loss_scale), dp=2, tp=2),
+    _case("scaled tied dp2tp2pp2 zero1", SCALED_TIED, 2, dp=2, tp=2, pp=2, zero=1),
+    _narrow("16-bit dp2", SCALED, dp=2),
+    _narrow("16-bit tp2", SCALED, tp=2),
+    _narrow("16-bit zero3", SCALED, microbatches=2, dp=2, zero=3),
+    _narrow("16-bit pp2", SCALED, microbatches=4, pp=2),
+    _narrow("16-bit dp2tp2pp2", SCALED, microbatches=2, dp=2, tp=2, pp=2),
+    _narrow("16-bit tied dp2pp2 zbv zero2", SCALED_TIED, 4, dp=2, pp=2, zero=2, schedule="zbv"),
+    _narrow("16-bit fp32-embedding zero2", FP32_EMBEDDING, microbatches=2, dp=2, zero=2),
+    _narrow("16-bit fp32-embedding tied tp2pp2", FP32_EMBEDDING_TIED, 2, tp=2, pp=2),
 )
 """All cases, in the order of the table."""

@@ -28,6 +28,7 @@ class Measurement:
 
     losses: list[float]
     grad_norms: list[float]
+    loss_scales: list[float | None]
     updates: dict[str, Tensor]
     """Parameter name -> whole tensor of what 5 steps changed."""
 
@@ -61,7 +62,7 @@ def measure(
     own = case.variation.preset
     source = source_of(data if own is None else _data_of(own), config)
     before = {id(shard): shard.local.clone() for shard in step.shards}
-    losses, norms = [], []
+    losses, norms, scales = [], [], []
     for index in range(STEPS):
         inputs, targets = source.batch(index, step.rows())
         if case.variation.padding:
@@ -72,12 +73,14 @@ def measure(
             torch.from_numpy(targets),
             learning_rate(index, config.train),
             documents=None if documents is None else torch.from_numpy(documents),
+            step=index,
         )
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        scales.append(result.loss_scale)
     changes = [(shard, shard.local - before[id(shard)]) for shard in step.shards]
     updates = _gather(changes, global_shapes(config.model), Precision.of(config).state, mesh)
-    return Measurement(losses, norms, updates) if is_main() else None
+    return Measurement(losses, norms, scales, updates) if is_main() else None
 
 
 @cache

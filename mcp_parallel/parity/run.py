@@ -14,7 +14,7 @@ from mcp_parallel.parity.cases import Case, Variation
 from mcp_parallel.parity.measure import Measurement, Meshes, measure
 from mcp_parallel.parity.verdict import Row, judge
 
-_COLUMNS = f"{'layout':26} {'':5} {'loss diff':>10} {'norm diff':>10} {'update diff':>11}"
+_COLUMNS = f"{'layout':34} {'':5} {'loss diff':>10} {'norm diff':>10} {'update diff':>11}"
 
 
 def run_matrix(
@@ -26,7 +26,7 @@ def run_matrix(
     *,
     as_json: bool,
 ) -> int:
-    """Measure and judge each case; collective over the worker set.
+    """Measure and judge each case in its own ones of ``precisions``; collective.
 
     Returns:
         ``OK``, or ``FAILED`` on rank 0 when a case fell out of its tolerance (the other ranks
@@ -39,7 +39,9 @@ def run_matrix(
         print(_COLUMNS, flush=True)  # noqa: T201
     for precision in precisions:
         for case in cases:
-            key = (case.variation, precision)
+            if precision not in case.precisions:
+                continue
+            key = (case.reference().variation, precision)
             if context.rank == 0 and key not in references:
                 alone = measure(case.reference(), base, data, meshes, precision)
                 assert alone is not None
@@ -55,9 +57,10 @@ def run_matrix(
 
 def format_row(row: Row) -> str:
     """One line of the table; a failed case names the parameter that differs most."""
-    verdict = "ok" if row.passed else f"FAILED (largest in {row.worst_parameter})"
+    where = f"largest in {row.worst_parameter}" if row.same_loss_scales else "loss scales differ"
+    verdict = "ok" if row.passed else f"FAILED ({where})"
     return (
-        f"{row.case:26} {row.precision:5} {row.loss_diff:10.1e} {row.grad_norm_diff:10.1e} "
+        f"{row.case:34} {row.precision:5} {row.loss_diff:10.1e} {row.grad_norm_diff:10.1e} "
         f"{row.update_diff:11.1e}  {verdict}"
     )
 
