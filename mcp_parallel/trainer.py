@@ -62,7 +62,11 @@ class Trainer:
         self.run_dir = Path(run_dir)
         self.step = load_step(resume_from, self.train_step) if resume_from else 0
         self.monitor = Monitor(
-            config, self.run_dir, start_step=self.step, is_main=self.context.rank == 0
+            config,
+            self.run_dir,
+            start_step=self.step,
+            is_main=self.context.rank == 0,
+            resumed_from=resume_from,
         )
         traced = traced_steps(self.step, config.train.steps, profile_steps)
         self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
@@ -72,7 +76,7 @@ class Trainer:
 
         A stop that any rank was asked for ends the step in flight, writes a checkpoint and returns
         ``STOPPED``. A loss or gradient that is not finite returns ``DIVERGED``: the step is not
-        applied and nothing is saved over the last good checkpoint.
+        applied, nothing is saved, and the last good checkpoint is named with the way on from it.
         """
         status = OK
         while self.step < self.config.train.steps:

@@ -69,14 +69,21 @@ def verify_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         check_header(header, contents[name], where)
 
 
-def find_latest(checkpoints_dir: Path) -> Path | None:
+def find_latest(checkpoints_dir: Path, before: int | None = None) -> Path | None:
     """The newest step folder that verifies; None when there is none.
 
     Damaged ones are skipped with a warning that names the damage; temporary folders are ignored.
 
+    Args:
+        checkpoints_dir: the folder of step folders.
+        before: look only at folders of fewer steps.
+
     Cost: as ``verify`` for each folder looked at, newest first.
     """
     for path in _step_dirs(checkpoints_dir):
+        step = parse_step_name(path.name)
+        if before is not None and step is not None and step >= before:
+            continue
         try:
             verify(path)
         except CheckpointError as error:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
-from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
+from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
 from mcp_parallel.launch.variables import under_torchrun
 from mcp_parallel.layout import Layout
+from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _run_here(args: argparse.Namespace) -> int:
     config, options = resolve_arguments(args)
     with _opened_run(config, options) as (folder, start):
         if _is_finished(config, start):
-            return _report(folder, OK, options)
+            return _report(folder, start, OK, options)
         data = _open_data(config)
 
         from mcp_parallel.launch.local import launch_local
@@ -61,7 +62,7 @@ def _run_here(args: argparse.Namespace) -> int:
             Layout.from_config(config.parallel).world_size,
             preload=("mcp_parallel.trainer",),
         )
-        return _report(folder, status, options)
+        return _report(folder, start, status, options)
 
 
 def _run_under_torchrun(args: argparse.Namespace) -> int:
@@ -97,7 +98,8 @@ def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int
                 "status": OK if _is_finished(config, start) else None,
             }
             context.store.set("start", json.dumps(decision))
-            return _report(folder, _follow(config, options, context, decision), options)
+            status = _follow(config, options, context, decision)
+            return _report(folder, start, status, options)
     except ConfigError:
         context.store.set("start", json.dumps({"status": BAD_CONFIG}))
         raise
@@ -195,11 +197,18 @@ def _headline(config: Config, folder: RunFolder, start: RunStart) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _report(folder: RunFolder, status: int, options: RunOptions) -> int:
-    """With ``--json`` print the outcome: status, folder and the last record; returns ``status``."""
+def _report(folder: RunFolder, start: RunStart, status: int, options: RunOptions) -> int:
+    """With ``--json`` print the outcome; returns ``status``.
+
+    ``status``, ``run_dir``, ``last`` record, and after a divergence ``last_good``, the checkpoint
+    to go on from (null when there is none).
+    """
     if options.as_json:
         rows = folder.metrics_file.read_text().splitlines() if folder.metrics_file.exists() else []
         last = json.loads(rows[-1]) if rows else None
         outcome = {"status": status, "run_dir": str(folder.path), "last": last}
+        if status == DIVERGED and last is not None:
+            recovery = find_recovery(folder.path, last["step"] - 1, start.resume_from)
+            outcome["last_good"] = recovery.to_mapping()
         sys.stdout.write(json.dumps(outcome) + "\n")
     return status

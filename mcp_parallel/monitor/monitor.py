@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.progress import Progress, eta_text
 from mcp_parallel.monitor.run_folder import RunFolder
@@ -37,10 +38,20 @@ class Monitor:
         run_dir: its folder.
         start_step: steps done before this session.
         is_main: whether this rank speaks for the job.
+        resumed_from: the checkpoint that it went on from.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, start_step: int, is_main: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        start_step: int,
+        is_main: bool,
+        resumed_from: Path | None = None,
+    ) -> None:
         self._is_main = is_main
+        self._lr, self._resumed_from = config.train.lr, resumed_from
         if not is_main:
             return
         self._every = config.monitor.every
@@ -120,16 +131,18 @@ class Monitor:
         what, advice = {
             OK: ("done", f"mcp-parallel generate {folder} --prompt 'def '"),
             STOPPED: ("stopped, checkpoint written", resume),
-            DIVERGED: (
-                f"diverged (loss or gradient is not finite{self._at_loss_scale()})",
-                f"{resume} --set train.lr=LOWER{self._or_bf16()}",
-            ),
+            DIVERGED: (f"diverged (loss or gradient is not finite{self._at_loss_scale()})", ""),
         }.get(status, (f"ended with status {status}", resume))
+        way_on = [f"next: {advice}"]
+        if status == DIVERGED:
+            recovery = find_recovery(self._run_dir, self._step - 1, self._resumed_from)
+            *way_on, command = recovery.lines(self._lr)
+            way_on.append(command + self._or_bf16())
         lines = [f"{what}: {self._step} of {self._total_steps} steps in {eta_text(elapsed_s)}"]
         if self._last is not None:
             rate = (self._tokens - self._tokens_before) / max(elapsed_s, 1e-9)
             lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} tokens/s"
-        return "\n".join([*lines, f"run folder: {folder}", f"next: {advice}"])
+        return "\n".join([*lines, f"run folder: {folder}", *way_on])
 
     def _at_loss_scale(self) -> str:
         scale = (self._last or {}).get("loss_scale")
