@@ -7,48 +7,28 @@ every result against a loop of its own.
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
-from cuda import find_nvcc, gencode_flags
-from native import find_compiler
+from cuda_host import (
+    NVCC,
+    RACE,
+    ROOT,
+    assert_system_scope,
+    build,
+    needs_compiler,
+    plant,
+    ptx_kernels,
+    run,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
-COMPILER, NO_COMPILER = find_compiler()
-NVCC = find_nvcc()
-RACE = 66  # ThreadSanitizer's exit status
 ONE_SHOT, TWO_SHOT, MULTICAST = range(3)
 CALLS = 40  # each size and grid several times, and every slot reused
-
-needs_compiler = pytest.mark.skipif(COMPILER is None, reason=NO_COMPILER or "no compiler")
-
-
-def build(root: Path, program: Path) -> Path:
-    # Unoptimized: gcc's ThreadSanitizer does not see a store that becomes a call's return slot.
-    flags = ["-std=c++20", "-O0", "-fsanitize=thread", "-Wno-unknown-pragmas", "-pthread"]
-    host = root / "tests" / "cuda_on_host"
-    sources = [f"-I{root / 'csrc'}", f"-I{host}", str(host / "all_reduce.cpp")]
-    answer = subprocess.run(
-        [*(COMPILER or []), *flags, *sources, "-o", str(program)], capture_output=True, text=True
-    )
-    assert answer.returncode == 0, answer.stderr
-    return program
-
-
-def run(program: Path, *args: object) -> subprocess.CompletedProcess[str]:
-    # ThreadSanitizer needs its shadow memory where it expects it: no address randomization.
-    fixed = ["setarch", "-R"] if shutil.which("setarch") else []
-    env = {**os.environ, "TSAN_OPTIONS": f"halt_on_error=1 exitcode={RACE}"}
-    command = [*fixed, str(program), *map(str, args)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
 
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(ROOT, tmp_path_factory.mktemp("host") / "all_reduce")
+    return build(ROOT, "all_reduce", tmp_path_factory.mktemp("host") / "all_reduce")
 
 
 @needs_compiler
@@ -125,14 +105,8 @@ QUICK_BUGS = ("flag stored without release",)
     "bug", [b if b in QUICK_BUGS else pytest.param(b, marks=pytest.mark.slow) for b in BUGS]
 )
 def test_a_planted_bug_is_reported(bug: str, tmp_path: Path) -> None:
-    name, right, wrong = BUGS[bug]
-    for folder in ("csrc/cuda", "tests/cuda_on_host"):
-        shutil.copytree(ROOT / folder, tmp_path / folder)
-    source = tmp_path / name
-    text = source.read_text(encoding="utf-8")
-    assert right in text
-    source.write_text(text.replace(right, wrong), encoding="utf-8")
-    program = build(tmp_path, tmp_path / "planted")
+    plant(tmp_path, *BUGS[bug])
+    program = build(tmp_path, "all_reduce", tmp_path / "planted")
     answers = [run(program, 3, form, "f", CALLS, 20, 1) for form in (ONE_SHOT, TWO_SHOT)]
     statuses = [answer.returncode for answer in answers]
     if bug == "no wait for the parts":
@@ -159,32 +133,13 @@ void use_all() { use<float>(); use<__nv_bfloat16>(); use<__half>(); use<double>(
 """
 
 
-def kernels_of(ptx: str) -> dict[str, str]:
-    """Body of every kernel by its mangled name."""
-    parts = ptx.split(".entry ")[1:]
-    return {part.split("(", 1)[0]: part for part in parts}
-
-
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize("arch", [pytest.param("8.0", marks=pytest.mark.slow), "9.0a"])
 def test_flags_are_system_scoped_in_the_machine_text(arch: str, tmp_path: Path) -> None:
-    source, target = tmp_path / "instances.cu", tmp_path / "instances.ptx"
-    source.write_text(INSTANCES, encoding="utf-8")
-    number = gencode_flags((arch,))[0].split("code=sm_")[1]
-    command = [str(NVCC), "-std=c++17", "-O3", f"-arch=compute_{number}", "--fmad=false", "-ptx"]
-    command += ["-diag-suppress=20012", f"-I{ROOT / 'csrc'}", str(source), "-o", str(target)]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert answer.returncode == 0, answer.stderr
-    kernels = kernels_of(target.read_text(encoding="utf-8"))
+    kernels = ptx_kernels(INSTANCES, arch, tmp_path)
     assert len(kernels) == 11
     for name, text in kernels.items():
-        assert "st.release.sys.global.u64" in text, name
-        assert "ld.acquire.sys.global.u64" in text, name
-        assert "atom.add.acq_rel.gpu.global.u64" in text, name
-        # Nothing that other GPUs see is released or acquired at a lesser scope.
-        assert "release.gpu" not in text.replace("acq_rel.gpu", ""), name
-        assert "acquire.gpu" not in text, name
-        assert "fma.rn" not in text, name
+        assert_system_scope(name, text)
         assert ("multimem.ld_reduce.relaxed.sys" in text) == (
             arch == "9.0a" and "AllReduceFormE2E" in name
         ), name

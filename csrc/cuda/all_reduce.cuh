@@ -15,8 +15,7 @@
 // descriptions; the protocol is ours.
 #pragma once
 
-#include "cuda/elements.cuh"
-#include "cuda/symmetric.cuh"
+#include "cuda/units.cuh"
 
 namespace mcp::cuda {
 
@@ -30,12 +29,6 @@ struct AllReduceArgs {
 };
 
 namespace {
-
-template <class T>
-struct alignas(16) Unit {
-  static constexpr int kSize = 16 / sizeof(T);
-  T v[kSize];
-};
 
 // Units of the call, and of each of the W parts of two-shot.
 template <class T>
@@ -53,52 +46,16 @@ struct Units {
   }
 };
 
-// Calls body(i) for this thread's share of [0, count).
-template <class Body>
-__device__ void for_share(int64_t count, Body body) {
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count;
-       i += stride) {
-    body(i);
-  }
-}
-
 template <class T>
 __device__ Unit<T> read_x(const AllReduceArgs& args, int64_t unit) {
-  const T* x = static_cast<const T*>(args.x) + unit * Unit<T>::kSize;
-  const int64_t left = args.numel - unit * Unit<T>::kSize;
-  if (args.x_aligned && left >= Unit<T>::kSize) return *reinterpret_cast<const Unit<T>*>(x);
-  Unit<T> read{};
-#pragma unroll
-  for (int i = 0; i < Unit<T>::kSize; ++i) {
-    if (i < left) read.v[i] = x[i];
-  }
-  return read;
+  const int64_t at = unit * Unit<T>::kSize;
+  return read_unit(static_cast<const T*>(args.x) + at, args.numel - at, args.x_aligned);
 }
 
 template <class T>
 __device__ void write_y(const AllReduceArgs& args, int64_t unit, const Unit<T>& value) {
-  T* y = static_cast<T*>(args.y) + unit * Unit<T>::kSize;
-  const int64_t left = args.numel - unit * Unit<T>::kSize;
-  if (left >= Unit<T>::kSize) {
-    *reinterpret_cast<Unit<T>*>(y) = value;
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < Unit<T>::kSize; ++i) {
-    if (i < left) y[i] = value.v[i];
-  }
-}
-
-// A function of its own: ThreadSanitizer sees the store, which it does not in `*at = f()`.
-template <class T>
-__device__ void put(Unit<T>* at, const Unit<T>& value) {
-  *at = value;
-}
-
-template <class T>
-__device__ Unit<T>* slot_of(const Call& call, int rank) {
-  return reinterpret_cast<Unit<T>*>(call.channel.buffers[rank] + call.slot_at());
+  const int64_t at = unit * Unit<T>::kSize;
+  write_unit(static_cast<T*>(args.y) + at, args.numel - at, true, value);
 }
 
 // The sum of one unit over the ranks' slots, in rank order.
@@ -120,10 +77,7 @@ __device__ Unit<T> sum_over_ranks(const Call& call, int64_t unit) {
 // What a block writes where a peer did not come: nobody takes it for a sum.
 template <class T>
 __device__ void poison(const AllReduceArgs& args, const Units<T>& units) {
-  const decltype(widen_term(T{})) nan = __int_as_float(0x7fc00000);
-  Unit<T> bad;
-#pragma unroll
-  for (int i = 0; i < Unit<T>::kSize; ++i) round_sum(nan, bad.v[i]);
+  const Unit<T> bad = nan_unit<T>();
   for_share(units.count, [&](int64_t unit) { write_y<T>(args, unit, bad); });
 }
 

@@ -36,19 +36,34 @@ def reference(
 ) -> tuple[Tensor, list[Tensor]]:
     """``needs`` is for dx and each dweight; what is not needed comes back empty."""
     pg = _comm.resolve(group)
+    carrier = None if pg is None else _comm.GroupCarrier(pg)
+    return carried(dys, weights, x, needs, carrier, gather_dim, gather_size, is_gathered)
+
+
+def carried(
+    dys: list[Tensor],
+    weights: list[Tensor],
+    x: Tensor,
+    needs: list[bool],
+    carrier: _comm.Carrier | None,
+    gather_dim: int | None,
+    gather_size: int | None,
+    is_gathered: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    """The formulas, by the collectives of ``carrier``; None is one rank."""
     needs_dx, *needs_dw = needs
     finish = arrive = None
-    if pg is not None and gather_dim is not None and not is_gathered and any(needs_dw):
-        arrive = _comm.start_gather(x, pg, gather_dim, gather_size)
+    if carrier is not None and gather_dim is not None and not is_gathered and any(needs_dw):
+        arrive = _comm.start_gather(x, carrier, gather_dim, gather_size)
     if needs_dx:
         dx = torch.mm(as_rows(dys[0]), weights[0])
         for dy, weight in zip(dys[1:], weights[1:], strict=True):
             dx.addmm_(as_rows(dy), weight)
         dx = dx.view(*dys[0].shape[:-1], dx.shape[-1])
-        if pg is not None and gather_dim is not None:
-            finish = _comm.start_scatter_sum(dx, pg, gather_dim)
-        elif pg is not None:
-            finish = _comm.start_sum_over_ranks_(dx, pg)
+        if carrier is not None and gather_dim is not None:
+            finish = _comm.start_scatter_sum(dx, carrier, gather_dim)
+        elif carrier is not None:
+            finish = carrier.start_sum_(dx)
         else:
             finish = dx.clone
     if arrive is not None:

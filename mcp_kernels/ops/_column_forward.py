@@ -6,6 +6,8 @@ y_i = x @ weight_i.T + bias_i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,7 +60,8 @@ def overlapped(
     shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
     ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
     multiply = _overlap.multiply_rows(ys, weights, biases)
-    gathered = _overlap.Gather(x, _comm.resolve(group), gather_dim).join(multiply)
+    pg: Any = _comm.resolve(group)
+    gathered = _overlap.Gather(x, _comm.GroupCarrier(pg), gather_dim).join(multiply)
     return ys, gathered if save_gathered else x.new_empty(0)
 
 

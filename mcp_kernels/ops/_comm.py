@@ -14,6 +14,8 @@ Letters: W = ranks of the group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,13 +86,68 @@ def pack_by_rank(x: Tensor, dim: int, world: int) -> Tensor:
 Finish = Callable[[], Tensor]
 
 
+class Carrier(Protocol):
+    """Collectives that go on while their ranks compute; each gives a function that waits."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def start_sum_(self, x: Tensor) -> Finish:
+        """Replace contiguous ``x`` by its sum over the ranks."""
+        ...
+
+    def start_scatter(self, packed: Tensor) -> Finish:
+        """Sum over ranks of ``packed[rank]``; ``packed``, ``[W, ...]``, must stay until then."""
+        ...
+
+    def start_gather(self, x: Tensor) -> Finish:
+        """The ranks' ``x``, equal in shape, as ``[W, ...]``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCarrier:
+    """A ``Carrier`` by the collectives of torch.distributed."""
+
+    group: dist.ProcessGroup
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return self.group.rank()
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.group.size()
+
+    def start_sum_(self, x: Tensor) -> Finish:
+        """See ``start_sum_over_ranks_``."""
+        return start_sum_over_ranks_(x, self.group)
+
+    def start_scatter(self, packed: Tensor) -> Finish:
+        """See ``start_scatter_sum_packed``."""
+        return start_scatter_sum_packed(packed, self.group)
+
+    def start_gather(self, x: Tensor) -> Finish:
+        """See ``start_gather_parts``."""
+        return start_gather_parts(x, self.group)
+
+
 def start_sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Finish:
     """``sum_over_ranks_`` that may go on meanwhile; the result is there when it is called."""
     if x.numel() == 0:
         return lambda: x
     if x.dtype in _NARROW_FLOATS and group.size() > 2 and _is_gloo(group, x):
         flat = x.view(-1)
-        scattered = start_scatter_sum(flat, group, 0)
+        scattered = start_scatter_sum(flat, GroupCarrier(group), 0)
         return lambda: flat.copy_(gather(scattered(), group, 0, flat.numel())).view_as(x)
     options = dist.AllreduceOptions()
     options.asyncOp = True
@@ -119,19 +176,19 @@ def sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 @communicates("scatter of a sum")
 def scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """This rank's part along ``dim`` of the sum of ``x`` over the ranks."""
-    return start_scatter_sum(x, group, dim)()
+    return start_scatter_sum(x, GroupCarrier(group), dim)()
 
 
-def start_scatter_sum(x: Tensor, group: dist.ProcessGroup, dim: int) -> Finish:
+def start_scatter_sum(x: Tensor, carrier: Carrier, dim: int) -> Finish:
     """``scatter_sum`` that may go on meanwhile; the result is there when it is called."""
-    world, size = group.size(), x.shape[dim]
+    world, size = carrier.world, x.shape[dim]
     if size % world == 0:
-        return start_scatter_sum_packed(pack_by_rank(x, dim, world), group)
+        return carrier.start_scatter(pack_by_rank(x, dim, world))
     step = -(-size // world)
     padded = x.new_zeros(*x.shape[:dim], world * step, *x.shape[dim + 1 :])
     padded.narrow(dim, 0, size).copy_(x)
-    finish = start_scatter_sum_packed(pack_by_rank(padded, dim, world), group)
-    mine = split_sizes(size, world)[group.rank()]
+    finish = carrier.start_scatter(pack_by_rank(padded, dim, world))
+    mine = split_sizes(size, world)[carrier.rank]
     return lambda: finish().narrow(dim, 0, mine).contiguous()
 
 
@@ -171,18 +228,18 @@ def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish
 @communicates("gather")
 def gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Tensor:
     """The ranks' ``x`` joined along ``dim``; ``size`` is the joined size where it is uneven."""
-    return start_gather(x, group, dim, size)()
+    return start_gather(x, GroupCarrier(group), dim, size)()
 
 
-def start_gather(x: Tensor, group: dist.ProcessGroup, dim: int, size: int | None = None) -> Finish:
+def start_gather(x: Tensor, carrier: Carrier, dim: int, size: int | None = None) -> Finish:
     """``gather`` that may go on meanwhile; the result is there when it is called."""
-    world, local = group.size(), x.shape[dim]
+    world, local = carrier.world, x.shape[dim]
     step = local if size is None else -(-size // world)
     if local < step:
         padded = x.new_zeros(*x.shape[:dim], step, *x.shape[dim + 1 :])
         padded.narrow(dim, 0, local).copy_(x)
         x = padded
-    arrive = start_gather_parts(x, group)
+    arrive = carrier.start_gather(x)
 
     def finish() -> Tensor:
         joined = arrive().movedim(0, dim).flatten(dim, dim + 1)

@@ -15,12 +15,12 @@ Letters: M = rows, K = in features, N = out features, W = ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from mcp_kernels.ops import _comm
+from mcp_kernels.ops._comm import Carrier
 from mcp_kernels.ops._linear import as_rows
 from mcp_kernels.ops._overlap_cut import Cut, cut_gather, cut_product
 from mcp_kernels.ops._overlap_group import why_not
@@ -36,7 +36,7 @@ def why_not_product(x: Tensor, columns: int, group: str) -> str | None:
     return why_not(x, group)
 
 
-def sum_of_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
+def sum_of_product(x: Tensor, weight: Tensor, bias: Tensor | None, carrier: Carrier) -> Tensor:
     """The ranks' summed ``x @ weight.T``; ``bias`` is of one rank."""
     rows, columns = as_rows(x), weight.shape[0]
     cut = cut_product(rows.shape[0], columns, rows.shape[0] * columns * x.element_size())
@@ -46,10 +46,10 @@ def sum_of_product(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -
     for first, count in cut.steps:
         if cut.by_rows:
             target = _product(rows[first : first + count], weight, bias, out[first : first + count])
-            finishes.append(_comm.start_sum_over_ranks_(target, group))
+            finishes.append(carrier.start_sum_(target))
             continue
         piece = _columns(rows, weight, bias, first, count)
-        finish = _comm.start_sum_over_ranks_(piece, group)
+        finish = carrier.start_sum_(piece)
         finishes.append(_then_copy(finish, out[:, first : first + count]))
     for finish in finishes:
         finish()
@@ -67,10 +67,10 @@ def why_not_scatter(x: Tensor, columns: int, group: str, dim: int) -> str | None
 
 
 def scatter_of_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Any, dim: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, carrier: Carrier, dim: int
 ) -> Tensor:
     """This rank's part along ``dim`` of the ranks' summed product; ``bias`` is of one rank."""
-    world, columns = group.size(), weight.shape[0]
+    world, columns = carrier.world, weight.shape[0]
     cut = _cut_scatter(x, columns, world)
     assert cut is not None
     packed = _comm.pack_by_rank(x, dim, world)  # where rows are narrower than their product
@@ -87,7 +87,7 @@ def scatter_of_product(
             piece = _columns(rows.flatten(0, 1), weight, bias, first, count)
             piece = piece.view(world, -1, count)
             target = out[:, first : first + count]
-        finishes.append(_then_copy(_comm.start_scatter_sum_packed(piece, group), target))
+        finishes.append(_then_copy(carrier.start_scatter(piece), target))
     for finish in finishes:
         finish()
     return torch.ops.aten._unsafe_view(out, [*packed.shape[1:-1], columns])
@@ -116,17 +116,17 @@ class Gather:
 
     Args:
         x: this rank's part; every rank's is as large.
-        group: the ranks.
+        carrier: of the ranks.
         dim: not the last.
     """
 
-    def __init__(self, x: Tensor, group: Any, dim: int) -> None:
+    def __init__(self, x: Tensor, carrier: Carrier, dim: int) -> None:
         self._x = x
-        self._rank, self._world, self._dim = group.rank(), group.size(), dim
+        self._rank, self._world, self._dim = carrier.rank, carrier.world, dim
         steps = cut_gather(x.shape, dim, x.element_size())
         assert steps is not None
         self._pending = [
-            (first, _comm.start_gather_parts(x.narrow(dim, first, count), group))
+            (first, carrier.start_gather(x.narrow(dim, first, count).contiguous()))
             for first, count in steps
         ]
 

@@ -72,7 +72,8 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 def _overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
     pg: Any = _comm.resolve(group)
-    return _overlap.sum_of_product(x, weight, bias if pg.rank() == 0 else None, pg)
+    own = bias if pg.rank() == 0 else None  # counted once
+    return _overlap.sum_of_product(x, weight, own, _comm.GroupCarrier(pg))
 
 
 def _why_not_overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> str | None:

@@ -82,7 +82,7 @@ def _overlapped(
 ) -> Tensor:
     pg: Any = _comm.resolve(group)
     own = bias if pg.rank() == 0 else None
-    return _overlap.scatter_of_product(x, weight, own, pg, scatter_dim)
+    return _overlap.scatter_of_product(x, weight, own, _comm.GroupCarrier(pg), scatter_dim)
 
 
 def _why_not_overlapped(
@@ -195,7 +195,8 @@ def _backward_overlapped(
     shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 : -1], weight.shape[1]]
     dx = dy.new_empty(shape)
     multiply = _overlap.multiply_rows([dx], [weight.t()], [])
-    full = _overlap.Gather(dy, _comm.resolve(group), dim).join(multiply)
+    pg: Any = _comm.resolve(group)
+    full = _overlap.Gather(dy, _comm.GroupCarrier(pg), dim).join(multiply)
     _, dw, db = linear_backward(full, x, None, (False, needs[1], needs[2]))
     return _each((dx, dw, db), dy)
 

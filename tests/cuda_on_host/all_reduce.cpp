@@ -13,6 +13,7 @@
 #include "threads.h"
 // The words come first: the kernels are written in them.
 #include "cuda/all_reduce.cuh"
+#include "rank_data.h"
 
 namespace {
 
@@ -25,29 +26,6 @@ struct Options {
 
 constexpr int64_t kSlotBytes = 4096;
 
-// As torch's allocator gives it, 16 bytes aligned, and poisoned.
-struct Buffer {
-  explicit Buffer(size_t bytes, int fill)
-      : units((bytes + 15) / 16 + 1), data(new (std::align_val_t{64}) uint4[units]) {
-    std::memset(data, fill, units * 16);
-  }
-  ~Buffer() { ::operator delete[](data, std::align_val_t{64}); }
-  Buffer(const Buffer&) = delete;
-  char* bytes() { return reinterpret_cast<char*>(data); }
-  size_t units;
-  uint4* data;
-};
-
-template <class T>
-T value_of(int rank, int call, int64_t i) {
-  T value;
-  const auto mixed = static_cast<uint32_t>(rank * 7919 + call * 104729 + i * 31) * 2654435761u;
-  mcp::cuda::round_sum(static_cast<decltype(mcp::cuda::widen_term(T{}))>(
-                           static_cast<int32_t>(mixed) * 0x1p-28f + 0.1f * rank),
-                       value);
-  return value;
-}
-
 // The sum as the contract has it, by a loop of its own.
 template <class T>
 T expected_of(int world, int call, int64_t i) {
@@ -59,13 +37,6 @@ T expected_of(int world, int call, int64_t i) {
   mcp::cuda::round_sum(sum, rounded);
   return rounded;
 }
-
-// Both are the same on all ranks, and change from call to call.
-int64_t numel_of(int call, int64_t most) {
-  constexpr int64_t kSizes[] = {1, 37, 1 << 20, 8, 129};  // one is as many as the slot holds
-  return std::min(kSizes[call % 5], most);
-}
-unsigned grid_of(int call) { return call % 3 == 1 ? 1 : 2; }
 
 template <class T>
 void run_kernel(const Options& options, const mcp::cuda::AllReduceArgs& args,
@@ -86,7 +57,7 @@ template <class T>
 bool run_rank(const Options& options, int rank, const std::vector<char*>& buffers,
               uint64_t* error) {
   const int64_t most = kSlotBytes / static_cast<int64_t>(sizeof(T));
-  const int64_t timeout_ns = options.absent >= 0 ? 300'000'000 : 10'000'000'000;
+  const int64_t timeout_ns = options.absent >= 0 ? 2'000'000'000 : 10'000'000'000;
   const mcp::cuda::Channel channel{buffers.data(), nullptr, error,        kSlotBytes,
                                    timeout_ns,     rank,    options.world};
   bool right = true;
