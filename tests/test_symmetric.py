@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import RankPool
 
-from mcp_kernels.symmetric import Settings, settings
+from mcp_kernels.symmetric import Settings, agree, settings
 from mcp_kernels.symmetric.agree import Facts, ask, decide
 from mcp_kernels.symmetric.all_reduce import MULTICAST, ONE_SHOT, TWO_SHOT, choose_form
 from mcp_kernels.symmetric.channel import raise_error
@@ -24,6 +24,8 @@ from mcp_kernels.symmetric.refuses import (
     refuses_all_gather_matmul,
     refuses_all_reduce,
     refuses_matmul_all_reduce,
+    refuses_matmul_reduce_scatter_backward,
+    refuses_reduce_scatter,
 )
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +67,32 @@ def test_a_group_decides_together() -> None:
         refusal = decide([*ranks[:3], odd]).refusal
         assert refusal is not None
         assert words in refusal
+
+
+def decided(rank: int, world: int, has_cuda_op: bool) -> list[str | None]:
+    """What a group whose ranks (or all but one) built the CUDA collectives refuses."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    device, name = torch.device("cpu"), group.group_name
+    mine = replace(FACTS, device=rank, has_cuda_op=int(has_cuda_op or rank > 0))
+    agree._agreements[name, device] = ask(group, device, mine, lambda facts: True)
+    try:
+        wide, x = torch.zeros(4, 6, dtype=torch.float64), torch.zeros(4, 6)
+        return [
+            refuses_matmul_all_reduce(wide, wide, None, name),
+            refuses_matmul_all_reduce(x, x, None, name),
+            refuses_all_gather_matmul(x, [x], [], name, 1, None, True),
+            refuses_all_gather_matmul(x, [x], [], name, 0, None, True),
+            refuses_reduce_scatter(x, name, 0),
+        ]
+    finally:
+        agree.forget(name)
+
+
+def test_float64_and_features_go_through_the_cuda_collectives(ranks: RankPool) -> None:
+    assert ranks.run(decided, True, ranks=2) == [[None] * 5] * 2
+    missing = "needs the CUDA collectives built on every rank"
+    assert ranks.run(decided, False, ranks=2) == [[missing, None, missing, None, missing]] * 2
 
 
 def ask_the_group(rank: int, world: int, odd_host: int, blind: int) -> str | None:
@@ -129,12 +157,20 @@ def test_an_error_word_names_op_rank_and_call() -> None:
 
 
 def test_refusals_need_no_group_where_the_type_decides() -> None:
-    x, weight = torch.zeros(2, 3, dtype=torch.float64), torch.zeros(4, 3, dtype=torch.float64)
+    x, weight = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.int64)
     assert refuses_matmul_all_reduce(x, weight, None, "") is None
     reason = refuses_matmul_all_reduce(x, weight, None, "tp")
-    assert reason == "needs one of float32, bfloat16, float16, got float64"
-    reason = refuses_all_gather_matmul(x.float(), [weight.float()], [], "tp", 1, None, True)
-    assert reason == "needs rows to gather, got gather_dim on the in features"
+    assert reason == "needs one of float32, bfloat16, float16, float64, got int64"
+    assert refuses_all_gather_matmul(x, [weight], [], "tp", 1, None, True) == reason
+    assert refuses_reduce_scatter(x, "tp", 0) == reason
+    given = (x, x, weight, [True, True, False], "tp")
+    reason = refuses_matmul_reduce_scatter_backward(*given, 1, 3)
+    assert reason == "needs rows to gather, got scatter_dim on the out features"
+    assert "needs one of float32, bfloat16, float16, got" in str(
+        refuses_matmul_reduce_scatter_backward(*given, 0, 3)
+    )
+    reason = refuses_matmul_reduce_scatter_backward(x, x, None, [False, True, True], "tp", 0, 3)
+    assert reason == "needs dx to compute while dy arrives"
     large = torch.zeros(1).expand(17 << 20)
     assert "leaves more than 64 MiB" in str(refuses_all_reduce(large, "tp"))
     assert "got int64" in str(refuses_all_reduce(torch.zeros(2, dtype=torch.int64), "tp"))

@@ -16,7 +16,7 @@ from triton_peers import make_peers, new_buffers
 from mcp_kernels.ops import _comm
 from mcp_kernels.symmetric.layout import Layout
 from mcp_kernels.triton.matmul_reduce_launch import Product, matmul_reduce_scatter
-from mcp_kernels.triton.matmul_reduce_scatter import scatter
+from mcp_kernels.triton.matmul_reduce_scatter import gradients, scatter
 from mcp_kernels.triton.symmetric_launch import Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
@@ -81,3 +81,32 @@ def every_dim(rank: int, world: int, folder: str) -> None:
 def test_the_body_scatters_any_dimension(ranks: RankPool, tmp_path: Path) -> None:
     folder = new_buffers(tmp_path / "buffers", Layout(2, NUM_ROWS, 64 << 10))
     ranks.run(every_dim, folder, ranks=2)
+
+
+def whole_numbers(*shape: int) -> torch.Tensor:
+    """Products and sums of these are exact in float32."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(-8, 9, shape, generator=generator).float()
+
+
+def backward(rank: int, world: int, folder: str) -> None:
+    """dx, dweight and dbias from this rank's part of dy, whatever dimension was scattered."""
+    # The interpreter runs programs one after another, and one waits for all that its peers push.
+    peers, _kept = make_peers(folder, rank, Layout(world, 33, 64 << 10), num_programs=1)
+    for lead, dim in (((7, 2), 0), ((2, 5), 1), ((3,), 0)):
+        dy, x, weight = whole_numbers(*lead, 12), whole_numbers(*lead, 9), whole_numbers(12, 9)
+        size = lead[dim]
+        part = dy.split(_comm.split_sizes(size, world), dim)[rank]
+        needs = [True, dim == 0, size != 5]
+        dx, dw, db = gradients(part, x, weight, needs, peers, dim, size)
+        assert int(peers.error) == 0
+        rows = dy.flatten(0, -2)
+        assert torch.equal(dx, dy @ weight), (lead, dim)
+        assert torch.equal(dw, rows.t() @ x.flatten(0, -2) if needs[1] else dy.new_empty(0))
+        assert torch.equal(db, rows.sum(0) if needs[2] else dy.new_empty(0))
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_backward_multiplies_what_is_gathered(ranks: RankPool, tmp_path: Path, world: int) -> None:
+    folder = new_buffers(tmp_path / "buffers", Layout(world, 33, 64 << 10))
+    ranks.run(backward, folder, ranks=world)

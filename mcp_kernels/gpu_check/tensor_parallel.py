@@ -18,6 +18,7 @@ from mcp_kernels.gpu_check.virtual_ranks import SECOND_NS, VirtualRanks
 from mcp_kernels.symmetric import all_reduce as cuda_all_reduce
 from mcp_kernels.symmetric.layout import CUDA_ROWS, Layout, read_error
 from mcp_kernels.symmetric.peers import Peers
+from mcp_kernels.symmetric.scatter_gather import launch_gather, launch_scatter
 from mcp_kernels.testing import sum_error_bound
 
 
@@ -172,6 +173,66 @@ def check_cuda_all_reduce(device: torch.device, sizes: Sizes) -> Iterator[Check]
                     yield _judge(name, ys, exact, bound, errors)
 
 
+def check_cuda_scatter_and_gather(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """The CUDA reduce-scatter and all-gather, where they were built, by turns on one channel."""
+    if not hasattr(torch.ops.mcp_kernels, "symmetric_all_gather") or device.type != "cuda":
+        return
+    for world in sizes.worlds:
+        ranks = VirtualRanks.on(device, Layout(world, CUDA_ROWS, sizes.slot_bytes))
+        for dtype in (*sizes.dtypes, torch.float64):
+            for numel in (1, 1003, sizes.slot_bytes // dtype.itemsize + 5):
+                generator = torch.Generator().manual_seed(numel)
+                xs = [torch.randn(world, numel, generator=generator).to(device, dtype)
+                      for _ in range(world)]  # fmt: skip
+                sums, joined = list(xs), list(xs)
+
+                def body(
+                    peers: Peers, xs: list[Tensor] = xs, sums: list[Tensor] = sums,
+                    joined: list[Tensor] = joined,
+                ) -> None:  # fmt: skip
+                    sums[peers.rank] = launch_scatter(xs[peers.rank], peers)
+                    joined[peers.rank] = launch_gather(xs[peers.rank], peers)
+
+                ranks.run(body)
+                errors = ranks.missed()
+                stacked = torch.stack(xs)
+                exact, size = stacked.double().sum(0), stacked.double().abs().sum(0)
+                bound = sum_error_bound(exact, size, world, dtype) + 1e-300
+                label = f"W={world} {dtype} {numel}"
+                yield _judge(f"reduce_scatter {label}", [torch.stack(sums)], exact, bound, errors)
+                same = all(torch.equal(rows, stacked) for rows in joined)
+                yield Check(f"all_gather {label}", same and not any(errors), "equal bits" * same)
+
+
+def check_backward(device: torch.device, sizes: Sizes) -> Iterator[Check]:
+    """matmul_reduce_scatter's gradient for x by its body."""
+    from mcp_kernels.triton.matmul_reduce_scatter import gradients
+
+    for world in sizes.worlds:
+        ranks = VirtualRanks.on(device, Layout(world, sizes.num_rows, sizes.slot_bytes))
+        for shape in sizes.shapes:
+            inputs = Inputs.draw(device, sizes.dtypes[0], 1, shape)
+            dy, weight = inputs.xs[0], inputs.weights[0].t().contiguous()  # [M, N], [N, K]
+            cut = dy.split(-(-shape[0] // world))
+            cut = [*cut, *[dy[:0]] * (world - len(cut))]
+            dxs: list[Tensor] = [dy] * world
+
+            def body(
+                peers: Peers, cut: list[Tensor] = cut, dxs: list[Tensor] = dxs,
+                weight: Tensor = weight, size: int = shape[0],
+            ) -> None:  # fmt: skip
+                needs = [True, False, False]
+                dxs[peers.rank], _, _ = gradients(
+                    cut[peers.rank], None, weight, needs, peers, 0, size
+                )
+
+            ranks.run(body)
+            errors = ranks.missed()
+            whole = Inputs([dy], [inputs.weights[0]], torch.zeros_like(inputs.bias))
+            name = f"matmul_reduce_scatter_backward W={world} {shape}"
+            yield _judge(name, dxs, *whole.exact(), errors)
+
+
 def check_missing_rank(device: torch.device, sizes: Sizes) -> Iterator[Check]:
     """A rank that does not come is named, the result is NaN, and the next call does not wait."""
     from mcp_kernels.triton.matmul_reduce_launch import TWO_SHOT, Product, matmul_all_reduce
@@ -230,5 +291,7 @@ def check(device: torch.device, sizes: Sizes | None = None) -> Iterator[Check]:
     yield from check_all_reduce(device, sizes)
     yield from check_scatter_and_gather(device, sizes)
     yield from check_cuda_all_reduce(device, sizes)
+    yield from check_cuda_scatter_and_gather(device, sizes)
+    yield from check_backward(device, sizes)
     yield from check_missing_rank(device, sizes)
     yield from check_graph(device, sizes)

@@ -13,14 +13,26 @@ import torch
 
 from mcp_kernels._op import override
 from mcp_kernels.symmetric.channel import check, close
-from mcp_kernels.symmetric.refuses import refuses_all_reduce
+from mcp_kernels.symmetric.refuses import (
+    refuses_all_gather,
+    refuses_all_gather_matmul_backward,
+    refuses_all_reduce,
+    refuses_reduce_scatter,
+)
 from mcp_kernels.symmetric.settings import Settings, configure
 
 __all__ = ["Settings", "check", "close", "configure", "register"]
 
 
 def register() -> None:
-    """Put the CUDA all-reduce on the CUDA key, where it was built."""
-    if hasattr(torch.ops.mcp_kernels, "symmetric_all_reduce"):
-        body = "mcp_kernels.symmetric.all_reduce:all_reduce"
-        override("all_reduce", body, "CUDA", backend="cuda", refuses=refuses_all_reduce)
+    """Put the CUDA collectives, and what is made of them, on the CUDA key, where built."""
+    if not hasattr(torch.ops.mcp_kernels, "symmetric_all_gather"):
+        return
+    for op, module, refuses in (
+        ("all_reduce", "all_reduce", refuses_all_reduce),
+        ("reduce_scatter", "scatter_gather", refuses_reduce_scatter),
+        ("all_gather", "scatter_gather", refuses_all_gather),
+        ("all_gather_matmul_backward", "streams", refuses_all_gather_matmul_backward),
+    ):
+        body = f"mcp_kernels.symmetric.{module}:{op}"
+        override(op, body, "CUDA", backend="cuda", refuses=refuses)

@@ -33,7 +33,7 @@ class Facts:
     capability: int
     """90 for sm_90."""
     has_cuda_op: int
-    """Whether the CUDA all-reduce was built."""
+    """Whether the CUDA collectives were built."""
     configured: int
     """Slot size, rows and timeout."""
 
@@ -47,7 +47,7 @@ class Agreement:
     num_programs: int
     """Multiprocessors of the smallest GPU."""
     has_cuda_op: bool
-    """Whether every rank has the CUDA all-reduce."""
+    """Whether every rank has the CUDA collectives."""
 
 
 _agreements: dict[tuple[str, torch.device], Agreement] = {}
@@ -138,7 +138,7 @@ def own_facts(device: torch.device) -> Facts:
         device=_number(str(found.uuid)),
         num_programs=found.multi_processor_count,
         capability=10 * found.major + found.minor,
-        has_cuda_op=int(hasattr(torch.ops.mcp_kernels, "symmetric_all_reduce")),
+        has_cuda_op=int(hasattr(torch.ops.mcp_kernels, "symmetric_all_gather")),
         configured=_number(repr(current)),
     )
 

@@ -16,6 +16,7 @@ from mcp_kernels.symmetric.refuses import (
     refuses_all_gather_matmul,
     refuses_matmul_all_reduce,
     refuses_matmul_reduce_scatter,
+    refuses_matmul_reduce_scatter_backward,
 )
 from mcp_kernels.triton.flash_attn_refuses import refuses, refuses_backward
 
@@ -38,6 +39,9 @@ BODIES = {
     "int8_reduce": "mcp_kernels.triton.scaled_codec:int8_reduce",
     "matmul_all_reduce": "mcp_kernels.triton.matmul_all_reduce:matmul_all_reduce",
     "matmul_reduce_scatter": "mcp_kernels.triton.matmul_reduce_scatter:matmul_reduce_scatter",
+    "matmul_reduce_scatter_backward": (
+        "mcp_kernels.triton.matmul_reduce_scatter:matmul_reduce_scatter_backward"
+    ),
     "onebit_adam_update": "mcp_kernels.triton.onebit_adam_update:onebit_adam_update",
     "onebit_compress": "mcp_kernels.triton.onebit_compress:onebit_compress",
     "onebit_compress_momentum": (
@@ -57,6 +61,7 @@ REFUSALS: dict[str, Callable[..., str | None]] = {
     "flash_attn_varlen_bwd": refuses_backward,
     "matmul_all_reduce": refuses_matmul_all_reduce,
     "matmul_reduce_scatter": refuses_matmul_reduce_scatter,
+    "matmul_reduce_scatter_backward": refuses_matmul_reduce_scatter_backward,
 }
 
 

@@ -1,7 +1,7 @@
 """The body of ``all_gather_matmul`` on GPUs that reach each other.
 
 Small and middle inputs go through the fused kernel, tall ones through copies and cuBLAS on two
-streams.
+streams. float64, and a gather along the in features, are one CUDA all-gather and cuBLAS.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcp_kernels.ops import _comm
 from mcp_kernels.ops._linear import linear
 from mcp_kernels.symmetric.channel import channel
 from mcp_kernels.symmetric.peers import Peers
+from mcp_kernels.symmetric.scatter_gather import carrier_of
 from mcp_kernels.triton.all_gather_matmul_launch import all_gather_matmul as launch
 from mcp_kernels.triton.all_gather_steps import fits, gather_on_streams
 from mcp_kernels.triton.matmul_reduce_launch import Product
@@ -34,6 +36,12 @@ def all_gather_matmul(
         given = biases or [None] * len(weights)
         ys = [linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]
         return ys, x.new_empty(0)
+    if x.dtype == torch.float64 or gather_dim == x.dim() - 1:
+        carrier = carrier_of("all_gather", group, x.device)
+        gathered = _comm.start_gather(x, carrier, gather_dim, gather_size)()
+        given = biases or [None] * len(weights)
+        ys = [linear(gathered, weight, bias) for weight, bias in zip(weights, given, strict=True)]
+        return ys, gathered if save_gathered else x.new_empty(0)
     with channel("all_gather_matmul", group, x.device) as peers:
         ys, gathered = gather(x, weights, biases, peers, gather_dim, gather_size, save_gathered)
     return ys, gathered if save_gathered else x.new_empty(0)
