@@ -13,6 +13,7 @@ from mcp_parallel.check import check
 from mcp_parallel.config import Config
 from mcp_parallel.data.source import Data, documents_of, open_data, source_of
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.evaluate import Evaluator
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.monitor import Monitor
@@ -59,6 +60,7 @@ class Trainer:
         assert mesh is not None
         self.train_step = TrainingStep(config, mesh, Path(run_dir) / "scratch")
         self.data = source_of(data or open_data(config), config)
+        self.evaluate = Evaluator(self.train_step, self.data)
         self.run_dir = Path(run_dir)
         self.step = load_step(resume_from, self.train_step) if resume_from else 0
         self.monitor = Monitor(
@@ -112,14 +114,25 @@ class Trainer:
                 step=self.step,
                 stop=self.context.stop_requested(),
             )
+        step_time_s = time.perf_counter() - start
+        validation = None
+        if self._is_due(self.config.monitor.validate_every) and result.is_finite:
+            with span("validation"):
+                validation = self.evaluate()
         self.monitor.record(
             self.step,
             result,
             lr,
-            time.perf_counter() - start,
+            step_time_s,
             communication_share=self.profile.communication_share,
+            validation=validation,
         )
         return result
+
+    def _is_due(self, every: int) -> bool:
+        """Whether the step in flight is the last one, or one of each ``every``."""
+        done = self.step + 1
+        return done == self.config.train.steps or (every > 0 and done % every == 0)
 
     def _is_checkpoint_due(self) -> bool:
         every = self.config.checkpoint.every

@@ -11,6 +11,7 @@ from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
 from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
 from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.presets import num_parameters
 
 _SHOWN_STAGES = 32
@@ -103,9 +104,10 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         f"{summary['world_size']} ranks = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp}"
         f"{cp}, zero {parallel.zero}, schedule {parallel.schedule}"
     )
+    unit = traits_of(model).position
     samples = (
         f"{train.global_batch_size} samples = dp {parallel.dp} * {summary['microbatches']} "
-        f"micro-batches of {train.micro_batch_size}, {summary['tokens_per_step']:,} tokens a step"
+        f"micro-batches of {train.micro_batch_size}, {summary['tokens_per_step']:,} {unit} a step"
     )
     lines = [f"model   {shape}", f"layout  {ranks}", f"batch   {samples}"]
     stages = summary["stages"]

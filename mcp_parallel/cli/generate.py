@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError(problems)
     checkpoint = find_checkpoint(Path(args.source))
+    _refuse_other_than_text(checkpoint)
 
     from mcp_parallel.generate import Codec, continue_tokens, load_model, show
 
@@ -54,6 +55,21 @@ def run(args: argparse.Namespace) -> int:
     )
     show(args.prompt, codec.decode(tokens), step, as_json=args.json)
     return OK
+
+
+def _refuse_other_than_text(checkpoint: Path) -> None:
+    from mcp_parallel.checkpoint.manifest import Manifest
+    from mcp_parallel.config import Config
+    from mcp_parallel.errors import ConfigError
+    from mcp_parallel.model.traits import traits_of
+
+    model = Config.from_mapping(Manifest.read(checkpoint).extra["config"]).model
+    if not traits_of(model).continues_text:
+        problem = (
+            "generate: RUN_OR_CHECKPOINT must hold a model that reads text, got one of family "
+            f"{model.family} in {str(checkpoint)!r}; its accuracy is in the run's metrics.jsonl"
+        )
+        raise ConfigError([problem])
 
 
 def find_checkpoint(source: Path) -> Path:

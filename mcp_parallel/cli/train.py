@@ -19,6 +19,7 @@ from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
 from mcp_parallel.launch.variables import under_torchrun
 from mcp_parallel.layout import Layout
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.run_folder import RunFolder
 
@@ -132,7 +133,7 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
 
 def _anchored(config: Config) -> Config:
     """``config`` with its data path absolute, so that the run resumes from any directory."""
-    if config.data.path is None or config.model.family == "vit":
+    if config.data.path is None or traits_of(config.model).data_is_named:
         return config
     return replace(config, data=replace(config.data, path=os.path.abspath(config.data.path)))
 

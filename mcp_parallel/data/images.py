@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from mcp_parallel.data.corpus import IGNORED_TARGET
 from mcp_parallel.data.image_files import DIGITS_SHAPE, digits_file
 from mcp_parallel.data.order import sample_indices
 
@@ -133,3 +134,18 @@ class ImageSource:
         return train.samples(
             sample_indices(self._data_seed, positions, len(train)), self._patch_size
         )
+
+    @property
+    def num_validation_batches(self) -> int:
+        """Batches, each as large as one of training, that hold the validation part."""
+        return -(-len(self._images.validation) // self._global_batch_size)
+
+    def validation_batch(
+        self, index: int, rows: range
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Rows of a batch of the validation part, in its own order; past its end -100 is wanted."""
+        held_out = self._images.validation
+        at = np.arange(rows.start, rows.stop, rows.step) + index * self._global_batch_size
+        is_past = at >= len(held_out)
+        patches, labels = held_out.samples(np.where(is_past, 0, at), self._patch_size)
+        return patches, np.where(is_past, IGNORED_TARGET, labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
@@ -48,6 +49,19 @@ def source_of(data: Data, config: Config) -> Source:
         config.train.global_batch_size,
         config.data.document_separator,
     )
+
+
+def validation_batches(
+    source: Source, config: Config, rows: range
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """The rows of each batch of the data's validation part; nothing where it has none.
+
+    Every batch is as large as a training batch; the last one is filled up with samples whose target
+    is -100.
+    """
+    if isinstance(source, ImageSource):
+        for index in range(source.num_validation_batches):
+            yield source.validation_batch(index, rows)
 
 
 def documents_of(source: Source, config: Config, step: int, rows: range) -> NDArray[Any] | None:

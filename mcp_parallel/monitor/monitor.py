@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.progress import Progress, eta_text
@@ -15,6 +16,7 @@ from mcp_parallel.monitor.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from mcp_parallel.config import Config
+    from mcp_parallel.evaluate import Validation
     from mcp_parallel.step import StepResult
 
 
@@ -31,7 +33,9 @@ class Monitor:
     ``loss_scale`` and ``skipped`` (the gradients overflowed, nothing was updated) of the step; a
     skipped step is always written. Of a step that was traced also ``communication_share``: the part
     of it that rank 0 spent inside collectives and waits for messages, those inside of fused ops
-    left out.
+    left out. Where the data's validation part was measured after a step, which is then written,
+    also ``val_loss`` and ``val_accuracy`` (0 to 1). Of a model that reads images, ``tokens`` are
+    images.
 
     Args:
         config: the run.
@@ -57,13 +61,15 @@ class Monitor:
         self._every = config.monitor.every
         self._total_steps = config.train.steps
         self._precision, self._has_amp = config.train.precision, config.amp.enabled
+        self._traits = traits_of(config.model)
         self._run_dir = run_dir
         self._metrics = MetricsWriter(RunFolder(run_dir), config.monitor.tensorboard, start_step)
-        self._progress = Progress(config.train.steps, start_step)
+        self._progress = Progress(config.train.steps, start_step, unit=self._traits.unit)
         self._tokens_before = self._tokens = (self._metrics.last_kept or {}).get("tokens") or 0
         self._start_step = self._step = start_step
         self._start_s = time.monotonic()
         self._last: dict[str, Any] | None = None
+        self._validation: Validation | None = None
         self._window_tokens = self._window_steps = 0
         self._window_s = 0.0
 
@@ -75,6 +81,7 @@ class Monitor:
         step_time_s: float,
         *,
         communication_share: float | None = None,
+        validation: Validation | None = None,
     ) -> None:
         """Take in the step after ``step`` steps; it is written when ``monitor.every`` says so."""
         if not self._is_main:
@@ -105,8 +112,14 @@ class Monitor:
             self._last["bubble_by_rank"] = list(result.bubbles)
         if communication_share is not None:
             self._last["communication_share"] = communication_share
+        if validation is not None:
+            self._validation = validation
+            self._last["val_loss"], self._last["val_accuracy"] = (
+                validation.loss,
+                validation.accuracy,
+            )
         self._progress.update(self._last)
-        if self._step % self._every == 0 or not result.is_finite:
+        if self._step % self._every == 0 or not result.is_finite or validation is not None:
             self._write()
 
     def close(self, status: int) -> None:
@@ -129,7 +142,7 @@ class Monitor:
         folder = shlex.quote(str(self._run_dir))
         resume = f"mcp-parallel train --resume --run-dir {folder}"
         what, advice = {
-            OK: ("done", f"mcp-parallel generate {folder} --prompt 'def '"),
+            OK: ("done", self._after_training(folder, resume)),
             STOPPED: ("stopped, checkpoint written", resume),
             DIVERGED: (f"diverged (loss or gradient is not finite{self._at_loss_scale()})", ""),
         }.get(status, (f"ended with status {status}", resume))
@@ -141,8 +154,18 @@ class Monitor:
         lines = [f"{what}: {self._step} of {self._total_steps} steps in {eta_text(elapsed_s)}"]
         if self._last is not None:
             rate = (self._tokens - self._tokens_before) / max(elapsed_s, 1e-9)
-            lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} tokens/s"
+            lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} {self._traits.unit}/s"
+        if self._validation is not None:
+            lines.append(
+                f"validation: accuracy {self._validation.accuracy:.2%}, "
+                f"loss {self._validation.loss:.4f}"
+            )
         return "\n".join([*lines, f"run folder: {folder}", *way_on])
+
+    def _after_training(self, folder: str, resume: str) -> str:
+        if self._traits.continues_text:
+            return f"mcp-parallel generate {folder} --prompt 'def '"
+        return f"{resume} --steps {2 * self._total_steps}"
 
     def _at_loss_scale(self) -> str:
         scale = (self._last or {}).get("loss_scale")

@@ -22,12 +22,18 @@ class Progress:
     the run and at least every ten seconds. Output is ASCII where the stream can't take more.
     """
 
-    def __init__(self, total_steps: int, start_step: int = 0, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        unit: str = "tokens",
+    ) -> None:
         out = sys.stdout if stream is None else stream
         is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
         kind = _Bar if is_terminal else _Lines
         self._stream = out
-        self._display: _Bar | _Lines | None = kind(out, total_steps, start_step)
+        self._display: _Bar | _Lines | None = kind(out, total_steps, start_step, unit)
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show a step: ``step``, ``loss``, ``grad_norm``, ``lr``, ``tokens_per_s``."""
@@ -58,16 +64,18 @@ def eta_text(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{second:02d}"
 
 
-def describe(record: Mapping[str, Any]) -> str:
+def describe(record: Mapping[str, Any], unit: str = "tokens") -> str:
     """The numbers of a step in one short text."""
+    accuracy = record.get("val_accuracy")
     return (
         f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
-        f"{record['tokens_per_s']:,.0f} tokens/s"
-    )
+        f"{record['tokens_per_s']:,.0f} {unit}/s"
+    ) + ("" if accuracy is None else f"  val accuracy {accuracy:.1%}")
 
 
 class _Lines:
-    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
+    def __init__(self, stream: TextIO, total_steps: int, start_step: int, unit: str) -> None:
+        self._unit = unit
         self._stream = stream
         self._total = total_steps
         self._start_step = start_step
@@ -96,8 +104,9 @@ class _Lines:
         now_s = time.monotonic()
         done = record["step"] - self._start_step
         left_s = (now_s - self._start_s) / done * (self._total - record["step"])
+        numbers = describe(record, self._unit)
         self._stream.write(
-            f"step {record['step']}/{self._total}  {describe(record)}  ETA {eta_text(left_s)}\n"
+            f"step {record['step']}/{self._total}  {numbers}  ETA {eta_text(left_s)}\n"
         )
         self._stream.flush()
         self._shown_s = now_s
@@ -106,7 +115,8 @@ class _Lines:
 
 
 class _Bar:
-    def __init__(self, stream: TextIO, total_steps: int, start_step: int) -> None:
+    def __init__(self, stream: TextIO, total_steps: int, start_step: int, unit: str) -> None:
+        self._unit = unit
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as RichProgress
@@ -127,7 +137,7 @@ class _Bar:
         self._bar.start()
 
     def update(self, record: Mapping[str, Any]) -> None:
-        self._bar.update(self._task, completed=record["step"], numbers=describe(record))
+        self._bar.update(self._task, completed=record["step"], numbers=describe(record, self._unit))
 
     def close(self) -> None:
         self._bar.stop()

@@ -156,20 +156,25 @@ def widen_gradients(model: FSDPModule) -> None:
                     parameter.to_accumulated_grad_if_needed()
 
 
+def hidden_like(config: Config, mesh: Mesh) -> Tensor:
+    """What a micro-batch is between two stages on this rank, without memory: ``[rows, S', D]``."""
+    layout, model = mesh.layout, config.model
+    seq_len = model.seq_len // layout.cp
+    if layout.tp > 1 and layout.sequence_parallel:
+        _, seq_len = split_dim(seq_len, layout.tp, mesh.coordinate.tp)
+    shape = (config.train.micro_batch_size, seq_len, model.hidden_size)
+    return torch.empty(shape, dtype=Precision.of(config).compute, device="meta")
+
+
 def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> PipelineStage:
     layout, model = mesh.layout, config.model
     rows, dtype = config.train.micro_batch_size, Precision.of(config).compute
-    split_sequence = layout.tp > 1 and layout.sequence_parallel
-    length = seq_len = model.seq_len // layout.cp
-    if split_sequence:
-        _, seq_len = split_dim(length, layout.tp, mesh.coordinate.tp)
+    length = model.seq_len // layout.cp
     family = family_of(model)
     inputs = torch.empty(
         rows, *family.input_shape(model, length), dtype=family.input_dtype, device="meta"
     )
-    hidden = torch.empty(
-        rows, seq_len, model.hidden_size, dtype=dtype, device="meta", requires_grad=True
-    )
+    hidden = hidden_like(config, mesh).requires_grad_()
     *each, vocab = family.output_shape(model, length)
     _, vocab = split_dim(vocab, layout.tp, mesh.coordinate.tp)
     logits = torch.empty(rows, *each, vocab, dtype=dtype, device="meta", requires_grad=True)

@@ -93,6 +93,34 @@ def vocab_parallel_loss(
     )  # pyright: ignore[reportReturnType]
 
 
+def vocab_parallel_argmax(
+    logits: Tensor, vocab_size: int, group: dist.ProcessGroup | None
+) -> Tensor:
+    """The most likely entry of the whole vocabulary; of equal ones the first, in every layout.
+
+    Args:
+        logits: ``[N, V]``, this rank's part of the vocabulary; V may be 0.
+        vocab_size: entries of the whole.
+        group: the ranks that it is cut over; None where ``logits`` are whole.
+
+    Returns:
+        int64 ``[N]``, the same on every rank.
+
+    Cost: two all-reduces of N values.
+    """
+    if group is None:
+        return logits.argmax(1)
+    start, _ = split_dim(vocab_size, group.size(), group.rank())
+    if logits.shape[1] == 0:
+        logits = pad(logits, (0, 1), value=-math.inf)
+    top, where = logits.max(1)
+    overall = top.clone()
+    dist.all_reduce(overall, op=dist.ReduceOp.MAX, group=group)
+    best = torch.where(top == overall, where + start, vocab_size)
+    dist.all_reduce(best, op=dist.ReduceOp.MIN, group=group)
+    return best
+
+
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """Summed cross-entropy over logits whose vocabulary dim is split over a group.
 

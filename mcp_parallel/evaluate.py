@@ -1,0 +1,124 @@
+"""Loss and accuracy on the data's validation part, the same figures on every rank of any layout.
+
+A forward-only pass over the stages of the training step: the same micro-batches of the same size,
+so it needs no memory that training does not, and no model of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from mcp_parallel.data.source import Source, validation_batches
+from mcp_parallel.model.loss import IGNORED
+from mcp_parallel.parallel.pipeline import hidden_like
+from mcp_parallel.parallel.tensor import build_token_loss, vocab_parallel_argmax
+from mcp_parallel.step import TrainingStep
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a model does on samples that it is not trained on."""
+
+    loss: float
+    """Mean over the samples, nats."""
+    accuracy: float
+    """Share of samples whose class is the most likely one, 0 to 1."""
+
+
+class Evaluator:
+    """Measures the model of a training step as it stands.
+
+    Args:
+        step: every rank's; its parameters are read and left as they are.
+        source: of the run.
+    """
+
+    def __init__(self, step: TrainingStep, source: Source) -> None:
+        self._step = step
+        self._source = source
+        self._config, self._mesh = step.config, step.mesh
+        vocab_size = self._config.model.vocab_size
+        self._token_loss = build_token_loss(vocab_size, self._mesh)
+        self._vocab_size = vocab_size
+
+    @torch.no_grad()
+    def __call__(self) -> Validation | None:
+        """Loss and accuracy; None where the data has no validation part. Collective over the mesh.
+
+        Cost: one forward of that part.
+        """
+        sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
+        batches = list(validation_batches(self._source, self._config, self._step.rows()))
+        if not batches:
+            return None
+        for inputs, targets in batches:
+            for logits, wanted in self._forward(
+                torch.from_numpy(inputs), torch.from_numpy(targets)
+            ):
+                sums += self._score(logits, wanted)
+        for stage in self._step.stages:
+            _free_whole_parameters(stage.model)
+        if self._mesh.world is not None:
+            sums = sums.to(self._mesh.device)
+            dist.all_reduce(sums, group=self._mesh.world)
+        loss, right, count = sums.tolist()
+        return Validation(loss / count, right / count)
+
+    def _forward(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(logits, targets) of each micro-batch, on the ranks of the last stage."""
+        rows, device = self._config.train.micro_batch_size, self._mesh.device
+        for x, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
+            out = self._through_stages(x.to(device))
+            if out is not None:
+                yield out, wanted.to(device)
+
+    def _through_stages(self, x: Tensor) -> Tensor | None:
+        """The last stage's output where it is here; this rank's part of the way there elsewhere.
+
+        Every rank goes through the stages in the order of the model, one micro-batch after the
+        other, so each message has its receiver waiting.
+        """
+        layout, here = self._mesh.layout, self._mesh.coordinate.pp
+        last = layout.num_stages - 1
+        for stage in self._step.stages:
+            before = layout.stage_owner(stage.index - 1) if not stage.is_first else here
+            after = layout.stage_owner(stage.index + 1) if not stage.is_last else here
+            if before != here:
+                x = torch.empty_like(hidden_like(self._config, self._mesh), device=x.device)
+                self._pass(dist.irecv, x, before)
+            x = stage.model(x)
+            if after != here:
+                self._pass(dist.isend, x.contiguous(), after)
+        return x if self._step.stages[-1].index == last else None
+
+    def _pass(self, operation: object, x: Tensor, pp: int) -> None:
+        message = dist.P2POp(
+            operation,  # pyright: ignore[reportArgumentType]
+            x,
+            self._mesh.peer_at_stage(pp),
+            self._mesh.group("pp"),
+        )
+        for work in dist.batch_isend_irecv([message]):
+            work.wait()
+
+    def _score(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Summed loss, right answers and samples; zeros on all but one of the ranks of them."""
+        loss = self._token_loss(logits, targets)
+        best = vocab_parallel_argmax(logits, self._vocab_size, self._mesh.group("tp"))
+        if self._mesh.coordinate.tp != 0:
+            return torch.zeros(3, dtype=torch.float64)
+        right, count = (best == targets).sum(), (targets != IGNORED).sum()
+        return torch.stack([loss, right, count]).double().cpu()
+
+
+def _free_whole_parameters(model: torch.nn.Module) -> None:
+    """Leave ``fully_shard``'s modules as a step leaves them: holding their own parts alone."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
