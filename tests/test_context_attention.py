@@ -64,7 +64,7 @@ def run_shared(rank, world, kind, cases):
         mine = [split.take(t).requires_grad_() for t in (q, k, v)]
         plan = ()
         if document_seed is not None:
-            plan = attend.plan(random_documents(sizes[0], sizes[1], document_seed))
+            plan = attend.plan(random_documents(sizes[0], sizes[1], document_seed), q.device)
         out = attend(*mine, plan)
         out.backward(split.take(dout))
         results.append([out.detach(), *(t.grad for t in mine)])

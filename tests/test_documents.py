@@ -83,7 +83,7 @@ def test_attention_stays_within_documents(seed):
     documents = random_documents(3, 41, seed)
     attend = WholeSequence()
     mine = [t.clone().requires_grad_() for t in (q, k, v)]
-    out = attend(*mine, attend.plan(documents))
+    out = attend(*mine, attend.plan(documents, q.device))
     out.backward(dout)
     for got, want in zip(
         [out.detach(), *(t.grad for t in mine)], dense(q, k, v, dout, documents), strict=True

@@ -155,8 +155,9 @@ def test_matrix_holds_what_was_promised():
     assert len(names) == len(MATRIX) >= 30
     layouts = [case.layout for case in MATRIX]
     assert {layout.zero for layout in layouts} == {0, 1, 2, 3}
+    assert {layout.cp for layout in layouts} >= {1, 2, 4}
     assert {layout.schedule for layout in layouts} == set(SCHEDULES)
-    assert {"tied", "odd-vocab", "5-layers", "padded", "clipped"} <= {
+    assert {"tied", "odd-vocab", "5-layers", "padded", "clipped", "documents"} <= {
         case.variation.name for case in MATRIX
     }
 

@@ -40,14 +40,15 @@ class ContextAttention:
         """Positions of the first row of each of this rank's equal chunks."""
         return self.split.starts
 
-    def plan(self, documents: Tensor) -> list[Bounds]:
+    def plan(self, documents: Tensor, device: torch.device) -> list[Bounds]:
         """Who meets whom where attention stays within documents.
 
         Args:
             documents: ``[B, S]`` int64 of the whole sequence: where each position's begins.
+            device: of the activations.
         """
         found = _BOUNDS[self.kind](documents.cpu(), self.split)
-        return [Bounds(*(t.to(documents.device) for t in bounds)) for bounds in found]
+        return [Bounds(*(t.to(device) for t in bounds)) for bounds in found]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Sequence[Bounds] = ()) -> Tensor:
         """Attend; collective over the group, forward and backward.

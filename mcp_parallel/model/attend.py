@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mcp_kernels import flash_attn_func, flash_attn_varlen_func
@@ -23,11 +24,13 @@ class Attend(Protocol):
         """Position of the first row of each of the equal chunks that the rows are."""
         ...
 
-    def plan(self, documents: Tensor) -> Any:
+    def plan(self, documents: Tensor, device: torch.device) -> Any:
         """What ``__call__`` takes of documents; made once for all blocks.
 
         Args:
-            documents: ``[B, S]`` int64 of the whole sequence: where each position's begins.
+            documents: ``[B, S]`` int64 of the whole sequence: where each position's begins. On the
+                CPU it costs no wait for a GPU.
+            device: of the activations.
         """
         ...
 
@@ -41,9 +44,9 @@ class WholeSequence:
 
     starts = (0,)
 
-    def plan(self, documents: Tensor) -> tuple[Tensor, ...]:
+    def plan(self, documents: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """Where documents end, in the batch laid end to end."""
-        return (triangle_bounds(documents.cpu()).rows.to(documents.device),)
+        return (triangle_bounds(documents.cpu()).rows.to(device),)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, documents: tuple[Tensor, ...] = ()

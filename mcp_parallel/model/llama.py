@@ -123,8 +123,8 @@ class LlamaStage(StageModel):
 
         Args:
             x: tokens ``[B, S]`` (first stage) or activations ``[B, S', D]``.
-            documents: ``[B, whole sequence]`` int64, where each position's document begins: then
-                attention stays within documents.
+            documents: ``[B, whole sequence]`` int64, on any device, where each position's document
+                begins: then attention stays within documents.
 
         Returns:
             Logits ``[B, S, V]`` (last stage) or activations, normalised where ``leaves_head``.
@@ -135,7 +135,7 @@ class LlamaStage(StageModel):
                 x = embed(self.embed, x)
             else:
                 x = embed_mixed(self.embed, x, self.mixture)
-        side = () if documents is None else (self.attend.plan(documents),)
+        side = () if documents is None else (self.attend.plan(documents, x.device),)
         x = self.run_blocks(x, *side)
         if self.norm is None or self.head is None:
             return x
