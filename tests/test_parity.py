@@ -27,11 +27,14 @@ MUTATIONS = {
     "chunks in the order of ranks": ("cp2 all_gather", "loss_diff"),
     "parts joined without their weights": ("documents cp2", "loss_diff"),
     "key gradients kept by the rank that made them": ("cp2", "update_diff"),
+    "moments not restored": ("resume zero3 to tp2", "update_diff"),
+    "replicas not summed": ("hsdp2x2 zero3", "grad_norm_diff"),
 }
 
 SCRIPT = r"""
 import dataclasses, json, os, sys, unittest.mock as mock
 import torch, torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 torch.set_num_threads(1)
 from mcp_parallel import step
 from mcp_parallel.context import attention, block, ring, split
@@ -49,6 +52,7 @@ base = Config.from_mapping({"model": {
     "ffn_size": 48, "vocab_size": 256, "seq_len": 32}})
 corpus = open_corpus(base.data, base.model)
 square_sum = adamw.local_square_sum
+all_reduce = FSDPModule.set_requires_all_reduce
 
 def first_rank_only(shards):
     return square_sum(shards) if dist.get_rank() == 0 else 0 * square_sum(shards)
@@ -96,6 +100,11 @@ MUTANTS = {
     "parts joined without their weights": (ring, "_merge", joined_by_halves),
     "key gradients kept by the rank that made them": (
         attention, "_BACKWARD", {"ring": own_gradients}),
+}
+MUTANTS |= {
+    "moments not restored": (adamw.AdamW, "chunks_to_load", lambda self, manifest: []),
+    "replicas not summed": (
+        FSDPModule, "set_requires_all_reduce", lambda self, _: all_reduce(self, False)),
 }
 wanted = json.loads(sys.argv[1])
 by_name = {case.name: case for case in MATRIX}
@@ -167,18 +176,44 @@ def test_every_case_is_a_legal_configuration(case):
     from mcp_parallel.check import check
 
     for precision in case.precisions:
-        check(case.configure(Config(), precision))
+        for leg, _ in case.legs():
+            check(leg.configure(Config(), precision))
 
 
-def test_the_command_runs_the_whole_matrix():
+# A difference that float32 shows is in float64 too, a billion times clearer: float32 is run for
+# its own tolerance alone, which is half of the time.
+@pytest.mark.parametrize(
+    "precisions",
+    [("fp64", "bf16", "fp16"), pytest.param(("fp32",), marks=pytest.mark.slow)],
+    ids="+".join,
+)
+def test_the_command_runs_the_whole_matrix(precisions):
     command = [sys.executable, "-W", "ignore", "-m", "mcp_parallel", "parity", "--json"]
+    for precision in precisions:
+        command += ["--precision", precision]
     done = subprocess.run(command, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["ok"]
     assert {(row["case"], row["precision"]) for row in report["rows"]} == {
-        (case.name, precision) for case in MATRIX for precision in case.precisions
+        (case.name, precision)
+        for case in MATRIX
+        for precision in case.precisions
+        if precision in precisions
     }
+
+
+def test_rows_are_listed_and_picked_by_pattern(capsys):
+    from mcp_parallel.cli.main import main
+
+    assert main(["parity", "--list", "--case", "resume*", "--case", "dp2", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    names = [case.name for case in MATRIX if case.name.startswith("resume") or case.name == "dp2"]
+    assert list(listed) == names
+    assert listed["dp2"] == ["fp64", "fp32"]
+    assert main(["parity", "--list", "--precision", "bf16"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == sum("bf16" in case.precisions for case in MATRIX)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_one_that_does(capsys):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from mcp_parallel.config import Config
-from mcp_parallel.errors import ConfigError
+from mcp_parallel.errors import OK, ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,13 +31,18 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--preset", default="tiny", help="model to train (default: tiny)")
     parser.add_argument(
-        "--case", action="append", metavar="NAME", help="only this row; may be repeated"
+        "--case",
+        action="append",
+        metavar="NAME",
+        help="only the rows of this name or pattern ('*zbv*'); may be repeated",
     )
+    parser.add_argument("--list", action="store_true", help="print the rows' names and run nothing")
     parser.add_argument(
         "--precision",
+        action="append",
         choices=("fp64", "fp32", "bf16", "fp16", "both", "all"),
-        default="all",
-        help="both is fp64 and fp32; bf16 and fp16 run the 16-bit cases (default: all)",
+        help="both is fp64 and fp32; bf16 and fp16 run the 16-bit cases; may be repeated "
+        "(default: all)",
     )
     parser.add_argument(
         "--backend",
@@ -51,18 +58,24 @@ def run(args: argparse.Namespace) -> int:
     from mcp_parallel.check import check
     from mcp_parallel.parity.cases import EXACT, PRECISIONS, WORLD_SIZE
 
+    groups = {"all": PRECISIONS, "both": EXACT}
     base = Config.from_mapping({"model": {"preset": args.preset}})
-    precisions = {"all": PRECISIONS, "both": EXACT}.get(args.precision, (args.precision,))
+    asked = {p for name in args.precision or ["all"] for p in groups.get(name, (name,))}
+    precisions = [precision for precision in PRECISIONS if precision in asked]
     chosen = _chosen(args.case) if args.case else _that_apply(base)
     cases = [case for case in chosen if set(case.precisions) & set(precisions)]
     if not cases:
+        got = ", ".join(precisions)
         problem = (
-            f"parity: --precision must be one that the cases are run in, got {args.precision}; "
+            f"parity: --precision must be one that the cases are run in, got {got}; "
             "leave it out, or --case"
         )
         raise ConfigError([problem])
+    if args.list:
+        return _list(cases, precisions, as_json=args.json)
     for case in cases:
-        check(case.configure(base, next(p for p in precisions if p in case.precisions)))
+        for leg, _ in case.legs():
+            check(leg.configure(base, next(p for p in precisions if p in case.precisions)))
     _check_memory(base)
 
     from mcp_parallel.data.source import open_data
@@ -75,6 +88,15 @@ def run(args: argparse.Namespace) -> int:
         WORLD_SIZE,
         backend=args.backend,
     )
+
+
+def _list(cases: Sequence[Case], precisions: Sequence[str], *, as_json: bool) -> int:
+    formats = {case.name: [p for p in precisions if p in case.precisions] for case in cases}
+    if as_json:
+        sys.stdout.write(json.dumps(formats) + "\n")
+    else:
+        sys.stdout.writelines(f"{name:34} {' '.join(in_)}\n" for name, in_ in formats.items())
+    return OK
 
 
 def _check_memory(base: Config) -> None:
@@ -113,9 +135,10 @@ def _that_apply(base: Config) -> Sequence[Case]:
 
     left_out: dict[str, list[str]] = {}
     for case in MATRIX:
-        config = case.configure(base, case.precisions[0])
+        configs = [leg.configure(base, case.precisions[0]) for leg, _ in case.legs()]
+        config = configs[0]
         if case.variation.preset is None and base.model.family != "llama":
-            if find_problems(config):
+            if any(map(find_problems, configs)):
                 left_out.setdefault(f"family {base.model.family} refuses", []).append(case.name)
         elif config.model.family == "vit" and digits_file() is None:
             reason = "without scikit-learn (pip install scikit-learn) there are no images for"
@@ -129,8 +152,9 @@ def _that_apply(base: Config) -> Sequence[Case]:
 def _chosen(names: list[str]) -> Sequence[Case]:
     from mcp_parallel.parity.cases import MATRIX
 
-    known = {case.name: case for case in MATRIX}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ConfigError([f"parity: --case must be one of {', '.join(known)}, got {unknown[0]!r}"])
-    return [known[name] for name in names]
+    for name in names:
+        if not any(fnmatchcase(case.name, name) for case in MATRIX):
+            known = ", ".join(case.name for case in MATRIX)
+            problem = f"parity: --case must be one of {known}, or a pattern of some, got {name!r}"
+            raise ConfigError([f"{problem}; see --list"])
+    return [case for case in MATRIX if any(fnmatchcase(case.name, name) for name in names)]

@@ -11,6 +11,9 @@ from mcp_parallel.layout import Layout
 
 GLOBAL_BATCH = 8
 STEPS = 5
+# Steps before the checkpoint of a case that goes on at another layout: Adam's moments and the
+# position in the data are then what they are in the middle of a run.
+STEPS_BEFORE_RESUME = 3
 # A common peak rate. Adam moves an element by about the rate whatever its gradient's size, so
 # elements whose gradient is rounding noise carry noise of this size into the next step; at the
 # tiny preset's own 3e-3 that noise, not the layout, decides the fifth float32 norm.
@@ -52,6 +55,8 @@ PLAIN = Variation()
 TIED = Variation("tied", tie_embeddings=True)
 ODD_VOCAB = Variation("odd-vocab", extra_vocab=1)
 FIVE_LAYERS = Variation("5-layers", num_layers=5)
+SIX_LAYERS = Variation("6-layers", num_layers=6)
+SEVEN_LAYERS = Variation("7-layers", num_layers=7)
 VIT = Variation("vit", preset="vit-digits")
 VIT_PADDED = Variation("vit-padded", preset="vit-digits", padding=True)
 VIT_CLIPPED = Variation("vit-clipped", preset="vit-digits", clip_norm=0.05)
@@ -83,6 +88,20 @@ class Case:
     variation: Variation = PLAIN
     microbatches: int = 1
     precisions: tuple[str, ...] = EXACT
+    then: Layout | None = None
+    """Where the run goes on from a checkpoint; the whole of it is compared, before and after."""
+    then_microbatches: int = 1
+
+    def legs(self) -> list[tuple[Case, range]]:
+        """The runs that this case consists of, and the steps of each."""
+        if self.then is None:
+            return [(self, range(STEPS))]
+        start = replace(self, then=None)
+        after = replace(start, layout=self.then, microbatches=self.then_microbatches)
+        return [
+            (start, range(STEPS_BEFORE_RESUME)),
+            (after, range(STEPS_BEFORE_RESUME, STEPS)),
+        ]
 
     def configure(self, base: Config, precision: str) -> Config:
         """``base`` with this case's model variation, layout and batch."""
@@ -154,6 +173,40 @@ def _case(name: str, variation: Variation = PLAIN, microbatches: int = 1, **layo
 
 def _narrow(name: str, variation: Variation, microbatches: int = 1, **layout: object) -> Case:
     return replace(_case(name, variation, microbatches, **layout), precisions=NARROW)
+
+
+def _resumed(start: Case, microbatches: int = 1, **layout: object) -> Case:
+    """``start`` for a few steps, then from its checkpoint at another layout, in float64."""
+    then = _case("", PLAIN, microbatches, **layout).layout
+    return replace(start, precisions=("fp64",), then=then, then_microbatches=microbatches)
+
+
+def _resume_cases() -> tuple[Case, ...]:
+    """Each kind of parallelism is left and entered once, the ways ZeRO shards included."""
+    return (
+        _resumed(_case("resume zero3 to tp2", microbatches=2, dp=2, zero=3), tp=2),
+        _resumed(_case("resume tp2pp2 to dp4 zero1", microbatches=2, tp=2, pp=2), dp=4, zero=1),
+        _resumed(
+            _case("resume pp4 to hsdp2x2 zero3", microbatches=4, pp=4),
+            dp=4,
+            zero=3,
+            dp_replicate=2,
+        ),
+        _resumed(
+            _case("resume hsdp2x2 zero2 to pp2 zbv", dp=4, zero=2, dp_replicate=2),
+            microbatches=4,
+            pp=2,
+            schedule="zbv",
+        ),
+        _resumed(_case("resume cp2 to dp2tp2 zero3", cp=2), dp=2, tp=2, zero=3),
+        _resumed(_case("resume dp2tp2pp2 to cp2tp2", microbatches=2, dp=2, tp=2, pp=2), cp=2, tp=2),
+        _resumed(
+            _case("resume tied pp2 zbv to dp2", TIED, microbatches=4, pp=2, schedule="zbv"), dp=2
+        ),
+        _resumed(
+            _case("resume odd-vocab tp4 to dp2pp2", ODD_VOCAB, tp=4), microbatches=2, dp=2, pp=2
+        ),
+    )
 
 
 MATRIX = (
@@ -234,6 +287,9 @@ MATRIX = (
     _case("5-layers pp2", FIVE_LAYERS, microbatches=2, pp=2),
     _case("5-layers pp2 zbv", FIVE_LAYERS, microbatches=2, pp=2, schedule="zbv"),
     _case("5-layers dp2tp2pp2", FIVE_LAYERS, microbatches=2, dp=2, tp=2, pp=2),
+    _case("5-layers pp4", FIVE_LAYERS, microbatches=4, pp=4),
+    _case("6-layers pp4 zero_bubble", SIX_LAYERS, microbatches=4, pp=4, schedule="zero_bubble"),
+    _case("7-layers pp4 gpipe", SEVEN_LAYERS, microbatches=2, pp=4, schedule="gpipe"),
     _case("padded dp4", PADDED, dp=4),
     _case("padded pp2", PADDED, microbatches=4, pp=2),
     _case("padded pp2 dualpipev", PADDED, microbatches=4, pp=2, schedule="dualpipev"),
@@ -265,5 +321,6 @@ MATRIX = (
     _narrow("16-bit tied dp2pp2 zbv zero2", SCALED_TIED, 4, dp=2, pp=2, zero=2, schedule="zbv"),
     _narrow("16-bit fp32-embedding zero2", FP32_EMBEDDING, microbatches=2, dp=2, zero=2),
     _narrow("16-bit fp32-embedding tied tp2pp2", FP32_EMBEDDING_TIED, 2, tp=2, pp=2),
+    *_resume_cases(),
 )
 """All cases, in the order of the table."""

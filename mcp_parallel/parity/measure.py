@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcp_parallel.checkpoint import step_name
 from mcp_parallel.config import Config
 from mcp_parallel.data.source import Data, documents_of, open_data, source_of
 from mcp_parallel.model.loss import IGNORED
@@ -19,6 +21,7 @@ from mcp_parallel.parallel.parallelize import global_shapes
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard
 from mcp_parallel.parity.cases import STEPS, Case, preset_config
+from mcp_parallel.snapshot import load_step, save_step
 from mcp_parallel.step import TrainingStep
 
 
@@ -30,7 +33,16 @@ class Measurement:
     grad_norms: list[float]
     loss_scales: list[float | None]
     updates: dict[str, Tensor]
-    """Parameter name -> whole tensor of what 5 steps changed."""
+    """Parameter name -> whole tensor of what these steps changed."""
+
+    def followed_by(self, other: Measurement) -> Measurement:
+        """The measurement of both, one after the other."""
+        return Measurement(
+            self.losses + other.losses,
+            self.grad_norms + other.grad_norms,
+            self.loss_scales + other.loss_scales,
+            {name: update + other.updates[name] for name, update in self.updates.items()},
+        )
 
 
 class Meshes:
@@ -51,19 +63,51 @@ class Meshes:
 
 
 def measure(
-    case: Case, base: Config, data: Data, meshes: Meshes, precision: str
+    case: Case, base: Config, data: Data, meshes: Meshes, precision: str, folder: Path
 ) -> Measurement | None:
-    """Train the case for a few steps; collective over the worker set, a result on rank 0 alone."""
-    mesh = meshes.get(case)
-    if mesh is None:
-        return None
+    """Train the case for a few steps; collective over the worker set, a result on rank 0 alone.
+
+    Args:
+        case: what to train, in one leg or in two with a checkpoint between them.
+        base: what the case varies.
+        data: tokens of ``base``.
+        meshes: of this rank.
+        precision: number format.
+        folder: takes the checkpoint; the same for all ranks.
+    """
+    total: Measurement | None = None
+    run_dir = folder / f"{case.name} {precision}".replace(" ", "-")
+    for leg, steps in case.legs():
+        mesh = meshes.get(leg)
+        if steps.start > 0 and dist.is_initialized():
+            dist.barrier()  # a rank of this leg alone must not look for its checkpoint too early
+        if mesh is None:
+            continue
+        part = _train(leg, steps, base, data, mesh, precision, run_dir)
+        if is_main():
+            total = part if total is None else total.followed_by(part)
+    return total
+
+
+def _train(
+    case: Case,
+    steps: range,
+    base: Config,
+    data: Data,
+    mesh: Mesh,
+    precision: str,
+    run_dir: Path,
+) -> Measurement:
+    """Some steps of a run: from the checkpoint before them, and to the one after them."""
     config = case.configure(base, precision)
     step = TrainingStep(config, mesh)
+    if steps.start > 0:
+        load_step(run_dir / "checkpoints" / step_name(steps.start), step)
     own = case.variation.preset
     source = source_of(data if own is None else _data_of(own), config)
     before = {id(shard): shard.local.clone() for shard in step.shards}
     losses, norms, scales = [], [], []
-    for index in range(STEPS):
+    for index in steps:
         inputs, targets = source.batch(index, step.rows())
         if case.variation.padding:
             pad_rows(targets, step.rows())
@@ -78,9 +122,11 @@ def measure(
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scales.append(result.loss_scale)
+    if steps.stop < STEPS:
+        save_step(run_dir, steps.stop, step)
     changes = [(shard, shard.local - before[id(shard)]) for shard in step.shards]
     updates = _gather(changes, global_shapes(config.model), Precision.of(config).state, mesh)
-    return Measurement(losses, norms, scales, updates) if is_main() else None
+    return Measurement(losses, norms, scales, updates)
 
 
 @cache

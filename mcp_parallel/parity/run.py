@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 
 from mcp_parallel.config import Config
 from mcp_parallel.data.source import Data
@@ -28,10 +31,38 @@ def run_matrix(
 ) -> int:
     """Measure and judge each case in its own ones of ``precisions``; collective.
 
+    Checkpoints of cases that go on at another layout are written to a folder of the system's for
+    temporary ones and removed at the end.
+
     Returns:
         ``OK``, or ``FAILED`` on rank 0 when a case fell out of its tolerance (the other ranks
         have no verdict and return ``OK``).
     """
+    folder = _shared_folder(context)
+    try:
+        return _run(base, data, context, cases, precisions, folder, as_json=as_json)
+    finally:
+        if context.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shared_folder(context: RankContext) -> Path:
+    """A new folder, the same on all ranks, which are on this machine."""
+    if context.rank == 0:
+        context.store.set("parity-folder", tempfile.mkdtemp(prefix="parity-"))
+    return Path(context.store.get("parity-folder").decode())
+
+
+def _run(
+    base: Config,
+    data: Data,
+    context: RankContext,
+    cases: Sequence[Case],
+    precisions: Sequence[str],
+    folder: Path,
+    *,
+    as_json: bool,
+) -> int:
     meshes = Meshes(context.device)
     references: dict[tuple[Variation, str], Measurement] = {}
     rows: list[Row] = []
@@ -43,10 +74,10 @@ def run_matrix(
                 continue
             key = (case.reference().variation, precision)
             if context.rank == 0 and key not in references:
-                alone = measure(case.reference(), base, data, meshes, precision)
+                alone = measure(case.reference(), base, data, meshes, precision, folder)
                 assert alone is not None
                 references[key] = alone
-            got = measure(case, base, data, meshes, precision)
+            got = measure(case, base, data, meshes, precision, folder)
             if context.rank == 0:
                 assert got is not None
                 rows.append(judge(case.name, precision, got, references[key]))
