@@ -1,9 +1,10 @@
-"""Tokens/s of a training step, ours beside plain PyTorch's own parallelism on two CPU ranks.
+"""Tokens/s of a training step, ours beside PyTorch's parallelism and DeepSpeed on two CPU ranks.
 
 Same model, weights, batch, optimizer, clipping, precision (fp32), ranks and threads (one each);
 the peers talk over gloo, ours over what the launcher chose (shared memory where it is built);
-before timing, the first step's loss and gradient norm of both must agree. Steps run in one pair
-of forked ranks, in blocks that take turns (A B, B A, ...), so that a busy moment hits both.
+before timing, the first step's loss and gradient norm of all must agree. Steps run in one pair
+of forked ranks, in blocks that take turns (A B C, C B A, ...), so that a busy moment hits all.
+DeepSpeed stands beside ours where it can be imported; where not, the bench says why.
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from peers import deepspeed_zero
 from peers.plain_llama import PlainLlama, Shape
 from peers.torch_parallel import (
     WORLD_SIZE,
-    Peer,
     data_parallel,
     fully_sharded,
     tensor_parallel,
@@ -54,18 +56,35 @@ SIZES = {
 }
 
 
+Step = Callable[[torch.Tensor, torch.Tensor], tuple[float, float]]
+
+
+def deepspeed(stage: int) -> Callable[..., Step]:
+    return partial(deepspeed_zero.DeepSpeedZero, stage=stage)
+
+
 @dataclass(frozen=True)
 class Rivals:
     ours: ParallelConfig
-    peer_name: str
-    peer: Callable[..., Peer]
-    is_data_parallel: bool
+    peers: dict[str, Callable[..., Step]]
+    is_data_parallel: bool = True
 
 
 LAYOUTS = {
-    "dp2": Rivals(ParallelConfig(dp=2), "torch_ddp", data_parallel, True),
-    "tp2": Rivals(ParallelConfig(tp=2), "torch_dtensor_tp", tensor_parallel, False),
-    "zero3": Rivals(ParallelConfig(dp=2, zero=3), "torch_fsdp2", fully_sharded, True),
+    "dp2": Rivals(ParallelConfig(dp=2), {"torch_ddp": data_parallel}),
+    "tp2": Rivals(ParallelConfig(tp=2), {"torch_dtensor_tp": tensor_parallel}, False),
+    "zero1": Rivals(ParallelConfig(dp=2, zero=1), {"deepspeed_zero1": deepspeed(1)}),
+    "zero2": Rivals(
+        ParallelConfig(dp=2, zero=2),
+        {
+            "torch_fsdp2_kept": partial(fully_sharded, reshard_after_forward=False),
+            "deepspeed_zero2": deepspeed(2),
+        },
+    ),
+    "zero3": Rivals(
+        ParallelConfig(dp=2, zero=3),
+        {"torch_fsdp2": fully_sharded, "deepspeed_zero3": deepspeed(3)},
+    ),
 }
 
 
@@ -109,32 +128,41 @@ def plain_model(config: Config, shape: Shape) -> PlainLlama:
 def compare_steps(
     context: RankContext, size: Size, rivals: Rivals, num_blocks: int
 ) -> dict[str, list[float]]:
-    """Seconds of each step of ours and of the peer, on one rank of the pair."""
+    """Seconds of each step of ours and of each peer, on one rank of the pair."""
     torch.set_num_threads(1)
     config = configure(size, rivals)
     mesh = build_mesh(Layout.from_config(config.parallel), context.device)
     assert mesh is not None
     ours = TrainingStep(config, mesh)
-    peer = rivals.peer(
-        plain_model(config, size.shape), lr=LR, weight_decay=config.train.weight_decay
-    )
+    peers = {
+        name: make(
+            plain_model(config, size.shape),
+            lr=LR,
+            weight_decay=config.train.weight_decay,
+            rows=len(ours.rows()),
+        )
+        for name, make in rivals.peers.items()
+    }
     tokens = torch.randint(
         size.shape.vocab_size,
         (size.global_batch, size.shape.seq_len + 1),
         generator=torch.Generator().manual_seed(0),
     )[ours.rows().start : ours.rows().stop]
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    runs = {"ours": lambda: ours(inputs, targets, LR), "peer": lambda: peer(inputs, targets)}
+    runs: dict[str, Callable[[], object]] = {"ours": partial(ours, inputs, targets, LR)}
+    runs |= {name: partial(peer, inputs, targets) for name, peer in peers.items()}
 
-    result, (loss, norm) = runs["ours"](), runs["peer"]()
-    if rivals.is_data_parallel:  # the peer's loss is that of its own rows
-        mean = torch.tensor(loss)
-        dist.all_reduce(mean)
-        loss = float(mean) / WORLD_SIZE
-    assert result.loss == pytest.approx(loss, rel=1e-4), "they do not train the same model"
-    assert result.grad_norm == pytest.approx(norm, rel=1e-4), "they do not have one gradient"
+    result = ours(inputs, targets, LR)
+    for name, peer in peers.items():
+        loss, norm = peer(inputs, targets)
+        if rivals.is_data_parallel:  # the peer's loss is that of its own rows
+            mean = torch.tensor(loss)
+            dist.all_reduce(mean)
+            loss = float(mean) / WORLD_SIZE
+        assert result.loss == pytest.approx(loss, rel=1e-4), f"{name} trains another model"
+        assert result.grad_norm == pytest.approx(norm, rel=1e-4), f"{name} has another gradient"
 
-    times: dict[str, list[float]] = {"ours": [], "peer": []}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for block in range(num_blocks):
         for name in sorted(runs, reverse=block % 2 == 1):
             gc.collect()
@@ -146,11 +174,19 @@ def compare_steps(
     return times
 
 
+@pytest.fixture(scope="module")
+def deepspeed_refusal() -> str:
+    """Why DeepSpeed is not timed; "" where it is."""
+    return deepspeed_zero.refusal()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("size", SIZES)
-def bench_trainer(benchmark, tmp_path: Path, size: str, layout: str):
+def bench_trainer(benchmark, tmp_path: Path, deepspeed_refusal: str, size: str, layout: str):
     """Time of a step in steady state: warm-up is the step whose loss was compared."""
     rivals, chosen = LAYOUTS[layout], SIZES[size]
+    missing = [name for name in rivals.peers if deepspeed_refusal and "deepspeed" in name]
+    rivals = replace(rivals, peers={k: v for k, v in rivals.peers.items() if k not in missing})
     num_blocks = 1 if benchmark.disabled else NUM_BLOCKS
     report = tmp_path / "times.json"
 
@@ -163,14 +199,16 @@ def bench_trainer(benchmark, tmp_path: Path, size: str, layout: str):
     status = benchmark.pedantic(launch_local, (rank, WORLD_SIZE), rounds=1, iterations=1)
     assert status == 0, "a rank failed; its error is above"
     tokens = chosen.global_batch * chosen.shape.seq_len
-    times = json.loads(report.read_text())
-    ours_s, peer_s = (
-        {"min": min(times[name]), "median": statistics.median(times[name])} for name in times
-    )
-    benchmark.extra_info |= {
-        "tokens_per_s": {k: round(tokens / ours_s[k]) for k in ours_s},
-        f"tokens_per_s_of_{rivals.peer_name}": {k: round(tokens / peer_s[k]) for k in ours_s},
-        f"tokens_per_s_over_{rivals.peer_name}": {
-            k: round(peer_s[k] / ours_s[k], 3) for k in ours_s
-        },
+    seconds = {
+        name: {"min": min(times), "median": statistics.median(times)}
+        for name, times in json.loads(report.read_text()).items()
     }
+    for name, s in seconds.items():
+        benchmark.extra_info[f"tokens/s of {name}"] = {k: round(tokens / s[k]) for k in s}
+    for name in rivals.peers:
+        benchmark.extra_info[f"ours over {name}"] = {
+            k: round(seconds[name][k] / seconds["ours"][k], 3) for k in seconds["ours"]
+        }
+    for name in missing:
+        why = {"min": "not timed", "median": deepspeed_refusal}
+        benchmark.extra_info[f"ours over {name}"] = why

@@ -79,12 +79,12 @@ def _mesh(axis: str) -> DeviceMesh:
     return DeviceMesh.from_group(_gloo(), "cpu", mesh_dim_names=(axis,))
 
 
-def data_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
+def data_parallel(model: PlainLlama, *, lr: float, weight_decay: float, **_: object) -> Peer:
     ddp = DistributedDataParallel(model, process_group=_gloo(), gradient_as_bucket_view=True)
     return Peer(ddp, lr=lr, weight_decay=weight_decay)
 
 
-def tensor_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
+def tensor_parallel(model: PlainLlama, *, lr: float, weight_decay: float, **_: object) -> Peer:
     """Heads, feed-forward and vocabulary split; activations between blocks split by sequence."""
     mesh = _mesh("tp")
     parallelize_module(
@@ -124,9 +124,17 @@ def tensor_parallel(model: PlainLlama, *, lr: float, weight_decay: float) -> Pee
     return Peer(model, lr=lr, weight_decay=weight_decay, loss_context=loss_parallel)
 
 
-def fully_sharded(model: PlainLlama, *, lr: float, weight_decay: float) -> Peer:
+def fully_sharded(
+    model: PlainLlama,
+    *,
+    lr: float,
+    weight_decay: float,
+    reshard_after_forward: bool = True,
+    **_: object,
+) -> Peer:
+    """FSDP2: ZeRO-3, or ZeRO-2 where parameters are kept after forward."""
     mesh = _mesh("dp")
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard_after_forward)
     return Peer(model, lr=lr, weight_decay=weight_decay)
