@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mcp_kernels.shm import ShmProcessGroup
 from mcp_kernels.shm.work import DoneWork
+from mcp_kernels.spans import communicates
 
 BITS_PER_S = 1e9
 
@@ -28,6 +29,7 @@ class _TimedWork(DoneWork):
         self._due = due
         self._future = None
 
+    @communicates("wait for the link")
     def wait(self, timeout=None):
         remaining = self._due - time.perf_counter()
         if remaining > 0:

@@ -15,6 +15,7 @@ Each step sees what the earlier ones left and nothing of the later ones.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -102,7 +103,27 @@ def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Mas
         # Embedding, last norm and head: the last forward use is just before the first backward one.
         outer = MixedPrecisionPolicy() if precision.mixes_embedding else policy
         _shard(model, mesh, outer, free_after_forward=False)
+        if mesh.device.type == "cpu" and mesh.layout.pp == 1:
+            gather_ahead(model)
     return masters
+
+
+def gather_ahead(model: StageModel, is_on: bool = True) -> None:
+    """Ask for the weights of a block while the one before it runs, and wait for them at its start.
+
+    ``fully_shard`` overlaps through streams of a GPU. On a CPU, where it has none, each gathering
+    would begin when its block does and be waited for at once. In shared memory, where bytes move
+    only while a rank moves them, it makes no difference.
+
+    Args:
+        model: a stage under ``fully_shard``; backward then does so in the reverse order.
+        is_on: False is torch's own way again.
+    """
+    blocks = [block for block in model.blocks.values() if isinstance(block, FSDPModule)]
+    for block, following in pairwise(blocks):
+        block.set_modules_to_forward_prefetch([following] if is_on else [])
+    assert isinstance(model, FSDPModule)
+    model._set_unshard_async_op(is_on)
 
 
 def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> Masters:
