@@ -1,7 +1,8 @@
 """Training runs on real data that compare 1-bit Adam with AdamW, for the slow tests and the plots.
 
-``bytes``: the ``tiny`` model on the standard library's text, short sequences; ``digits``: a
-perceptron on scikit-learn's digits. Each on the ranks that call it, the same data in every variant:
+``bytes``: the ``tiny`` model on the standard library's text, with the batch and the learning rates
+that it trains with by default; ``digits``: a perceptron on scikit-learn's digits. Each on the ranks
+that call it, the same data in every variant:
 
     adamw    full precision throughout
     onebit   signs after a fifth of the steps
@@ -41,21 +42,14 @@ def drop_errors(optimizer):
 
 
 def bytes_config(world, variant, seed, steps):
-    freeze = int(FROZEN_AFTER * steps)
+    train = {"steps": steps, "seed": seed}
+    if variant != "adamw":
+        train |= {"optimizer": "onebit_adam", "freeze_step": int(FROZEN_AFTER * steps)}
     return Config.from_mapping(
         {
-            "model": {"preset": "tiny", "seq_len": 64},
+            "model": {"preset": "tiny"},
             "parallel": {"dp": world},
-            "train": {
-                "steps": steps,
-                "seed": seed,
-                "global_batch_size": 8,
-                "micro_batch_size": 8 // world,
-                "lr": 3e-3,
-                "warmup_steps": min(20, freeze),
-                "optimizer": "adamw" if variant == "adamw" else "onebit_adam",
-                "freeze_step": None if variant == "adamw" else freeze,
-            },
+            "train": train,
             "data": {"seed": seed},
         }
     )
@@ -65,7 +59,10 @@ def train_bytes(rank, world, variant, seed, steps):
     """[(step, validation loss)]: nats a byte on samples that come after those of the run."""
     config = bytes_config(world, variant, seed, steps)
     step = TrainingStep(config, build_mesh(Layout(dp=world), torch.device("cpu")))
-    source = BatchSource(open_corpus(config.data, config.model), seed, 64, 8)
+    source = BatchSource(
+        *(open_corpus(config.data, config.model), seed),
+        *(config.model.seq_len, config.train.global_batch_size),
+    )
     curve = []
     for index in range(steps):
         inputs, targets = source.batch(index, step.rows())
@@ -82,10 +79,12 @@ def train_bytes(rank, world, variant, seed, steps):
 
 @torch.no_grad()
 def validation_loss(step, source, first, batches=16):
-    total = torch.zeros(())
+    total, model = torch.zeros(()), step.stages[0].model
     for index in range(first, first + batches):
         inputs, targets = (torch.from_numpy(a) for a in source.batch(index, step.rows()))
-        logits = step.stages[0].model(inputs)
+        logits = model(inputs)
+        if model.leaves_head:
+            logits = model.head(logits)
         total += cross_entropy(logits.flatten(0, 1), targets.flatten())
     total /= batches
     dist.all_reduce(total)

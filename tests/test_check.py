@@ -90,11 +90,6 @@ BAD = [
         "4 and 3 of them",
     ),
     (
-        "--pp 2 --schedule zbv --set train.optimizer=onebit_adam --set model.tie_embeddings=true",
-        "parallel.schedule",
-        "zbv",
-    ),
-    (
         "--set memory.offload=true --set train.optimizer=onebit_adam",
         "memory.offload",
         "true",

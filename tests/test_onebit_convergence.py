@@ -20,15 +20,11 @@ def final(ranks, train, variant, steps):
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
 def test_byte_model(ranks):
-    """Validation loss near AdamW's; without error feedback the gap is several times that.
-
-    The paper's claim, no loss at all, is for far larger batches: here a rank's gradient is of 256
-    bytes, so most of what it sends is noise.
-    """
+    """Validation loss within 1 % of AdamW's; without error feedback clearly worse."""
     losses = {v: final(ranks, train_bytes, v, 400) for v in ("adamw", "onebit", "no-ef")}
     gap, without = (losses[v] / losses["adamw"] - 1 for v in ("onebit", "no-ef"))
-    assert gap < 0.05, losses
-    assert without > 3 * max(gap, 0.01), losses
+    assert gap < 0.01, losses
+    assert without > 0.03, losses
 
 
 @pytest.mark.slow

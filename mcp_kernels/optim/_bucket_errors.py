@@ -145,6 +145,7 @@ def _own_chunk(flat: Tensor, layout: BlockLayout, rank: int) -> Tensor:
     return flat[rank * layout.chunk_numel :][: layout.chunk_numel].clone()
 
 
-def fitted(flat: Tensor, numel: int) -> Tensor:
-    """``flat`` with zeros at its end, or with less of the padding there: as many as ``numel``."""
-    return torch.nn.functional.pad(flat, (0, max(0, numel - flat.numel())))[:numel].clone()
+def fitted(flat: Tensor, numel: int, value: float = 0.0) -> Tensor:
+    """``flat`` with ``value`` at its end, or with less of the padding there: ``numel`` elements."""
+    room = max(0, numel - flat.numel())
+    return torch.nn.functional.pad(flat, (0, room), value=value)[:numel].clone()

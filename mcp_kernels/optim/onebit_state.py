@@ -198,7 +198,8 @@ def _reshard_bucket(
             is_cut = is_sharded and not (name == "exp_avg" and "preconditioner" in held)
             tensors[name] = whole[own].clone() if is_cut else whole
     if "worker_error" in held:
-        tensors["preconditioner"] = fitted(held["preconditioner"], padded)
+        # Padding is not masked, which would cost every update the reading of a mask.
+        tensors["preconditioner"] = fitted(held["preconditioner"], padded, 1.0)
         tensors["bits"] = fitted(held["bits"], padded // 8)
         tensors["scales"] = fitted(held["scales"], layout.num_blocks)
         errors = torch.stack([old["tensors"]["worker_error"].double() for old in olds]).mean(0)

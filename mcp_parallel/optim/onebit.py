@@ -47,10 +47,10 @@ class OneBit:
         *,
         zero: int,
     ) -> None:
-        self.shards, self.mesh = list(shards), mesh
-        self._gradients = gradients
-        # State is kept by name, so one copy a rank: a V, with two on its first rank, is refused.
-        self._tied = next(iter(gradients.tied), None)
+        self.mesh, self._gradients = mesh, gradients
+        # A V has both copies of a tied embedding on its first rank: one is trained for the two.
+        self._tied, self._copies = next(iter(gradients.tied), None), gradients.tied[1:]
+        self.shards = [s for s in shards if not any(s is copy for copy in self._copies)]
         self.params = {shard.name: nn.Parameter(shard.local) for shard in self.shards}
         # One rank is a group too; None would be the world.
         group = mesh.data_group
@@ -124,6 +124,9 @@ class OneBit:
         self.adam.apply(factor, switches)
         for param in self.params.values():
             param.grad = None  # the model's own gradients are freed by the model
+        for copy in self._copies:
+            assert self._tied is not None
+            copy.local.copy_(self._tied.local)
         self._follow_stage()
 
     def _follow_stage(self) -> None:

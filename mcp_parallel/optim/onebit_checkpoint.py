@@ -20,7 +20,14 @@ from mcp_kernels.optim import OneBitAdam
 from mcp_kernels.optim._adam_bucket import AdamBucket
 from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
-from mcp_parallel.optim.onebit_move import Flats, freeze_others, load_frozen, load_moments, thaw
+from mcp_parallel.optim.onebit_move import (
+    Flats,
+    freeze_others,
+    load_frozen,
+    load_moments,
+    new_preconditioner,
+    thaw,
+)
 from mcp_parallel.optim.scaler import updates_in
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.shards import Shard
@@ -103,10 +110,10 @@ class OneBitCheckpoint:
     def _worker_chunks(
         self, bucket: AdamBucket, flat: Tensor, dp: int, names: Collection[str]
     ) -> list[LocalChunk]:
-        """This rank's row where dp is as it was; else all rows, from another dp."""
+        """This rank's row where there is one and dp is as it was; else all rows."""
         rows = flat.view(-1, bucket.layout.padded_numel)
         layout, place = self.mesh.layout, self.mesh.coordinate
-        first = layout.data_index(place) if dp == layout.dp_cp else 0
+        first = layout.data_index(place) if rows.shape[0] == 1 and dp == layout.dp_cp else 0
         found = []
         for index, name in enumerate(bucket.flat.names):
             if name not in names:
@@ -140,17 +147,19 @@ class OneBitCheckpoint:
                 kinds |= {"exp_avg_sq": moving}
             padded = bucket.layout.padded_numel
             flats = {
-                kind: bucket.new_buffer(
-                    padded, torch.bfloat16 if kind == "preconditioner" else bucket.flat.state_dtype
-                )
+                kind: new_preconditioner(bucket)
+                if kind == "preconditioner"
+                else bucket.new_buffer(padded, bucket.flat.state_dtype)
                 for kind in kinds
             }
             for kind, names in kinds.items():
                 found += self._chunks_of(bucket, kind, flats[kind], names)
             if frozen:
                 old_dp = saved["layout"][0]
-                # At another dp the mean of all ranks' errors is what every rank goes on with.
-                rows = 1 if old_dp == self.mesh.layout.dp_cp else old_dp
+                # At another dp, and where errors join a momentum that all ranks share, every rank
+                # goes on with the mean of all ranks' errors.
+                is_own = bucket.compresses and old_dp == self.mesh.layout.dp_cp
+                rows = 1 if is_own else old_dp
                 flats["worker_error"] = bucket.new_buffer(rows * padded)
                 found += self._worker_chunks(bucket, flats["worker_error"], old_dp, frozen)
             self._loading.append(flats)

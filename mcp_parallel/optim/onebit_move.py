@@ -20,6 +20,11 @@ Flats = dict[str, Tensor]
 """Whole flat tensors of a bucket by what they are; worker errors in one row, or one a rank."""
 
 
+def new_preconditioner(bucket: AdamBucket) -> Tensor:
+    """A buffer for the factors of a bucket: none of its padding is masked."""
+    return bucket.new_buffer(bucket.layout.padded_numel, torch.bfloat16).fill_(1)
+
+
 def load_moments(bucket: AdamBucket, flats: Flats) -> None:
     """Stage 1."""
     bucket.preconditioner = bucket.moves = bucket.bits = bucket.scales = None
@@ -63,7 +68,7 @@ def freeze_others(bucket: AdamBucket, flats: Flats, frozen: set[str], mask: Mask
         if kind not in flats:
             flats[kind] = bucket.new_buffer(padded)
     if "preconditioner" not in flats:
-        flats["preconditioner"] = bucket.new_buffer(padded, torch.bfloat16)
+        flats["preconditioner"] = new_preconditioner(bucket)
     if "exp_avg_sq" not in flats:
         return
     kinds = ("exp_avg", "exp_avg_sq", "preconditioner")

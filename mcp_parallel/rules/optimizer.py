@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from mcp_parallel.config import Config
 from mcp_parallel.errors import shown
 from mcp_parallel.rules.problem import Problem
-from mcp_parallel.schedules.action import V_SHAPED
 
 
 def onebit_problems(config: Config) -> Iterator[Problem]:
@@ -31,19 +30,6 @@ def onebit_problems(config: Config) -> Iterator[Problem]:
             "be false with optimizer onebit_adam (its errors and momentum are read at every send)",
             "true",
             ({"memory.offload": False}, {"train.optimizer": "adamw"}),
-        )
-    v_shaped = parallel.pp > 1 and parallel.schedule in V_SHAPED
-    if v_shaped and config.model.tie_embeddings:
-        yield Problem(
-            "onebit_adam tied in a V",
-            "parallel.schedule",
-            "hold one copy of a tied embedding a rank with optimizer onebit_adam",
-            parallel.schedule,
-            (
-                {"parallel.schedule": "zero_bubble"},
-                {"model.tie_embeddings": False},
-                {"train.optimizer": "adamw"},
-            ),
         )
     freeze = train.freeze_step
     if train.precision == "fp64" and (freeze is None or freeze <= train.steps):
