@@ -2,13 +2,17 @@
 
 A stage sleeps in its forward, its input gradient and its weight gradient, and is run by the
 trainer's own pipeline on the trainer's own ranks: what is idle beyond theory is what those cost.
-Sleeping takes no CPU, so four ranks keep time on two cores. Theory is the plan's simulation with
-the same times, which for GPipe, 1F1B and interleaved is (p - 1) / (m v + p - 1).
+Sleeping takes no CPU, so four ranks keep time on two cores. What would spoil it is a sleeper that
+is woken late because another program has the core, for every rank behind it waits too: ranks ask
+for real-time priority, and the figures say whether they got it. (At a load of 30 GPipe's median is
+0.026 above theory without it and 0.008 with it.) Theory is the plan's simulation with the same
+times, which for GPipe, 1F1B and interleaved is (p - 1) / (m v + p - 1).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -159,7 +163,9 @@ def bench_bubbles(benchmark):
         lambda: subprocess.run(command, capture_output=True, text=True, timeout=300), rounds=1
     )
     assert done.returncode == 0, done.stderr
-    bubbles_of = dict(zip(CASES, json.loads(done.stdout), strict=True))
+    result = json.loads(done.stdout)
+    benchmark.extra_info["real-time priority"] = result["real-time"]
+    bubbles_of = dict(zip(CASES, result["bubbles"], strict=True))
     figures = {
         case: {"min": min(values), "median": statistics.median(values)}
         for case, values in bubbles_of.items()
@@ -178,14 +184,24 @@ def bench_bubbles(benchmark):
             info[f"{name} over 1f1b"] = rounded({k: found[k] / peer[k] for k in found})
 
 
+def wake_on_time():
+    """Ask for real-time priority, which root has for the asking; returns whether it was given."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    except (AttributeError, PermissionError):
+        return False
+    return True
+
+
 def main(cases, rounds):
     """Measure on the trainer's ranks and print the bubbles by case and round."""
     torch.set_num_threads(1)
 
     def entry(context):
+        is_on_time = wake_on_time()
         found = measure(context.rank, PP, cases, rounds)
         if context.rank == 0:
-            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.write(json.dumps({"real-time": is_on_time, "bubbles": found}) + "\n")
         return 0
 
     return launch_local(entry, PP)

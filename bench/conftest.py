@@ -95,4 +95,6 @@ def pytest_terminal_summary(terminalreporter, config):
     for bench in session.benchmarks:
         terminalreporter.write_line(bench.name)
         for name, value in bench.extra_info.items():
-            terminalreporter.write_line(f"    {name:36} {value['min']:>8} / {value['median']}")
+            if isinstance(value, dict):
+                value = f"{value['min']:>8} / {value['median']}"
+            terminalreporter.write_line(f"    {name:36} {value}")
