@@ -17,7 +17,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory.ledger import Ledger, Memory
 from mcp_parallel.memory.sizes import Sizes, StageSizes
-from mcp_parallel.memory.weights import MOMENTS, ROOT, weights_of
+from mcp_parallel.memory.weights import ROOT, moments_bytes, weights_of
 
 
 class ShardedWeights:
@@ -29,15 +29,16 @@ class ShardedWeights:
         self.zero, self.ranks = layout.zero, layout.zero_ranks
         self.is_last = False
         self._elements: dict[str, int] = {}
-        for name, elements in weights_of(config, sizes, stage).items():
+        weights = weights_of(config, sizes, stage)
+        for name, elements in weights.items():
             group, dot, _ = name.partition(".")
             group = group if dot else ROOT
             self._elements[group] = self._elements.get(group, 0) + elements
         self._order = [str(number) for number in range(stage.num_layers)]
         shard = sum(self._shard(group) for group in self._elements)
         ledger.new(shard * sizes.state_bytes, "parameters")
-        if not config.memory.offload:
-            ledger.new(MOMENTS * shard * sizes.state_bytes, "optimizer")
+        parts = (-(-elements // self.ranks) for elements in weights.values())
+        ledger.new(moments_bytes(config, parts, sizes.state_bytes), "optimizer")
         self._whole: dict[str, Memory] = {}
         self._gathered: dict[str, Memory] = {}
         self._raw: dict[str, dict[str, Memory]] = {group: {} for group in self._elements}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from mcp_parallel.config import Config
 from mcp_parallel.memory.ledger import Ledger, Memory
 from mcp_parallel.memory.sizes import Sizes, StageSizes
 
 MOMENTS = 2
+SMALLEST_FILE = 1 << 14
+"""As in optim/lower_tier.py; a test holds them together."""
 ROOT = "root"
 """The group of all weights that are in no block."""
 
@@ -31,8 +35,8 @@ class Weights:
             ledger.new(elements * sizes.state_bytes, "optimizer")  # fp32 values
         if self.has_buckets:
             ledger.new(elements * sizes.state_bytes, "gradients")
-        if not config.memory.offload:
-            ledger.new(MOMENTS * elements * sizes.state_bytes, "optimizer")
+        each = weights_of(config, sizes, stage).values()
+        ledger.new(moments_bytes(config, each, sizes.state_bytes), "optimizer")
         self._raw: dict[tuple[str, str], Memory] = {}
 
     def start_step(self) -> None:
@@ -72,6 +76,14 @@ class Weights:
 
     def finish_backward(self) -> None:
         """Nothing waits for the end of a backward pass."""
+
+
+def moments_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> int:
+    """Of the moments that are in memory: with offload those that are too small for a file."""
+    sizes = (count * bytes_each for count in elements)
+    if config.memory.offload:
+        sizes = (size for size in sizes if size < SMALLEST_FILE)
+    return MOMENTS * sum(sizes)
 
 
 def weights_of(config: Config, sizes: Sizes, stage: StageSizes) -> dict[str, int]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 # What is smaller stays in memory: a mapping takes whole pages, and a page fault costs more.
-SMALLEST_FILE = 1 << 16
+SMALLEST_FILE = 1 << 14
 # Bytes of moments on the device at a time: enough to run a bus at full speed.
 PART_BYTES = 64 << 20
 
