@@ -16,7 +16,7 @@ TRAIN_FLAGS = --preset tiny --dp 2 --tp 2 --pp 2
 # A run folder that holds a run is refused, so each make train takes the next free number.
 RUN_DIR ?= $(shell n=1; while [ -e runs/tiny-$$n ]; do n=$$((n + 1)); done; echo runs/tiny-$$n)
 
-.PHONY: train test test-slow tsan bench check format clean gpu-check cubins
+.PHONY: train test test-slow tsan bench memory-ladder check format clean gpu-check cubins
 
 train: $(NEEDS)
 	@run_dir="$(RUN_DIR)" && \
@@ -36,6 +36,10 @@ tsan: $(NEEDS_DEV)
 bench: $(NEEDS_DEV)
 	$(BIN)/python -m pytest bench -q --benchmark-enable --benchmark-only \
 		--benchmark-columns=min,median,iqr,rounds
+
+# Peak memory of a rank, rung by rung, tracked and predicted: the tables of docs/memory.md.
+memory-ladder: $(NEEDS_DEV)
+	$(BIN)/python bench/memory_ladder.py --write
 
 # On a GPU machine: correctness and speed of every kernel there, written to gpu_report.json.
 gpu-check: $(NEEDS)

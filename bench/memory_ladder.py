@@ -20,10 +20,10 @@ from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracker is torch's profiler, which chats
 
-from mcp_parallel.check import check  # noqa: E402
-from mcp_parallel.config import Config  # noqa: E402
-from mcp_parallel.memory.estimate import estimate  # noqa: E402
-from mcp_parallel.memory.measure import measure_peaks  # noqa: E402
+from mcp_parallel.check import check
+from mcp_parallel.config import Config
+from mcp_parallel.memory.estimate import estimate
+from mcp_parallel.memory.measure import measure_peaks
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "memory.md"
 FIELD_GB = (78, 42, 23, 15)

@@ -11,6 +11,7 @@ from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
 from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
 from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.memory.estimate import can_estimate, estimate
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.presets import num_parameters
 
@@ -69,7 +70,9 @@ def summarize(config: Config) -> dict[str, Any]:
     Returns:
         ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step),
         ``tokens_per_step``, and ``stages``: for each its ``layers`` ``[first, past the last]``,
-        the ``pp_rank`` that holds it and the global ``ranks`` ``[first, past the last]``.
+        the ``pp_rank`` that holds it and the global ``ranks`` ``[first, past the last]``;
+        ``memory``: for each pipeline rank its predicted ``peak_bytes`` and, at the peak, bytes of
+        each of its ``parts``; None where the run is not of a kind that is predicted.
     """
     layout, train = Layout.from_config(config.parallel), config.train
     ranks_per_stage = layout.dp_cp * layout.tp
@@ -90,7 +93,34 @@ def summarize(config: Config) -> dict[str, Any]:
         "microbatches": train.global_batch_size // (layout.dp * train.micro_batch_size),
         "tokens_per_step": train.global_batch_size * config.model.seq_len,
         "stages": stages,
+        "memory": _memory(config),
     }
+
+
+def _memory(config: Config) -> list[dict[str, Any]] | None:
+    if not can_estimate(config):
+        return None
+    found = [estimate(config, pp_rank) for pp_rank in range(config.parallel.pp)]
+    return [{"peak_bytes": one.peak_bytes, "parts": one.parts} for one in found]
+
+
+def _memory_lines(memory: list[dict[str, Any]] | None) -> list[str]:
+    """The pipeline rank that needs most, by part, and how much the others need."""
+    if memory is None:
+        return []
+    most = max(memory, key=lambda rank: rank["peak_bytes"])
+    parts = sorted(most["parts"].items(), key=lambda part: -part[1])
+    shown = ", ".join(f"{name} {_size(size)}" for name, size in parts if size)
+    lines = [f"memory  {_size(most['peak_bytes'])} a rank at its peak: {shown}"]
+    if len(memory) > 1:
+        each = ", ".join(_size(rank["peak_bytes"]) for rank in memory[:_SHOWN_STAGES])
+        lines.append(f"        by pipeline rank: {each}{', ...' * (len(memory) > _SHOWN_STAGES)}")
+    return lines
+
+
+def _size(num_bytes: int) -> str:
+    unit, name = (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+    return f"{num_bytes / unit:.1f} {name}"
 
 
 def _table(config: Config, summary: dict[str, Any]) -> str:
@@ -116,6 +146,7 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         lines.append(f"stage   {number}: layers {layers} on ranks {holders}")
     if len(stages) > _SHOWN_STAGES:
         lines.append(f"        and {len(stages) - _SHOWN_STAGES} more stages")
+    lines += _memory_lines(summary["memory"])
     return "\n".join(lines)
 
 

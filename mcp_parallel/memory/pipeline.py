@@ -16,6 +16,8 @@ from mcp_parallel.memory.sizes import Sizes
 from mcp_parallel.schedules.action import Action
 from mcp_parallel.schedules.build import build_plan
 
+_MESSAGES = "communication"
+
 
 class PipelineRank:
     """The stages of one rank and the order of its actions."""
@@ -53,7 +55,12 @@ class PipelineRank:
                     self._received()
 
     def _received(self) -> Memory:
-        return self.ledger.new(self._hidden, "communication")
+        return self.ledger.new(self._hidden, _MESSAGES)
+
+    def keep_messages(self, num_microbatches: int) -> None:
+        """What so many more micro-batches keep for the whole step: both ends of each message."""
+        for is_sent in self._is_sent.values():
+            self.ledger.new((2 if is_sent else 1) * num_microbatches * self._hidden, _MESSAGES)
 
     def run(self) -> None:
         """One step."""

@@ -1,0 +1,176 @@
+"""The estimate of a rank's memory beside what its allocator was asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcp_parallel.cli.check import summarize
+from mcp_parallel.config import Config
+from mcp_parallel.memory import ends, estimate, kept, weights
+from mcp_parallel.memory.estimate import can_estimate
+from mcp_parallel.memory.ledger import Ledger
+from mcp_parallel.memory.track import AllocationTracker
+from mcp_parallel.model import formats, packing, rotary
+from mcp_parallel.optim import lower_tier
+from mcp_parallel.parallel import head_loss
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 0.05
+SHAPE = {
+    "preset": None,
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "ffn_size": 176,
+    "vocab_size": 256,
+    "seq_len": 128,
+}
+BASE = {"model": SHAPE, "train": {"global_batch_size": 8, "micro_batch_size": 2}}
+CASES = [
+    ["memory.activation_checkpointing=selective", "memory.activation_compression=int8"],
+    ["train.precision=bf16"],
+    ["parallel.dp=2", "parallel.zero=3", "memory.activation_checkpointing=full"],
+    ["parallel.tp=2"],
+    ["parallel.pp=2", "parallel.schedule=zbv"],
+    ["parallel.dp=2", "parallel.pp=2", "parallel.zero=1"],
+]
+SCRIPT = """
+import json, os, sys
+os.environ["KINETO_LOG_LEVEL"] = "99"
+from mcp_parallel.config import Config
+from mcp_parallel.memory.measure import measure_peaks
+base, cases = json.loads(sys.argv[1])
+peaks = [measure_peaks(Config.from_mapping(base).with_overrides(c)) for c in cases]
+open(sys.argv[2], "w").write(json.dumps(peaks))
+"""
+
+
+def config_of(changes):
+    return Config.from_mapping(BASE).with_overrides(changes)
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    result = tmp_path_factory.mktemp("peaks") / "peaks"
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps([BASE, CASES]), str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    return json.loads(result.read_text())
+
+
+def predicted(config):
+    """Of every rank, in rank order: pipeline ranks vary slowest."""
+    each = config.parallel.dp * config.parallel.tp
+    return [
+        estimate.estimate(config, rank).peak_bytes
+        for rank in range(config.parallel.pp)
+        for _ in range(each)
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(CASES)), ids=[" ".join(c) for c in CASES])
+def test_estimate_is_within_five_percent_of_the_tracked_peak(tracked, index):
+    for guess, truth in zip(predicted(config_of(CASES[index])), tracked[index], strict=True):
+        assert abs(guess / truth - 1) <= TOLERANCE, (guess, truth)
+
+
+def test_an_estimate_that_leaves_something_out_is_found(tracked):
+    """What each case is about, left out of its prediction, puts it out of tolerance."""
+    for changes, truth in zip(CASES, tracked, strict=True):
+        for left_out in range(len(changes)):
+            key = changes[left_out].partition("=")[0]
+            if key in ("parallel.pp", "parallel.schedule", "parallel.dp"):
+                continue  # others would not be legal without it
+            rest = [c for i, c in enumerate(changes) if i != left_out]
+            guess = max(predicted(config_of(rest)))
+            assert abs(guess / max(truth) - 1) > TOLERANCE, (changes, key)
+
+
+@pytest.mark.slow
+def test_every_layout_of_the_bench_is_within_five_percent():
+    command = [sys.executable, "bench/memory_ladder.py", "--estimates", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1500)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert len(rows) >= 12
+    for row in rows:
+        assert abs(row["predicted"] / row["tracked"] - 1) <= TOLERANCE, row
+
+
+def test_constants_are_those_of_what_is_replayed():
+    assert kept.SMALLEST == packing.SMALLEST
+    assert kept.BLOCK_SIZE == formats.BLOCK_SIZE
+    assert head_loss._CHUNK_BYTES["cpu"] == ends.CHUNK_BYTES
+    assert head_loss._MIN_ROWS["cpu"] == ends.MIN_ROWS
+    assert estimate.NARROW_HEAD == rotary.NARROW_HEAD
+    assert weights.SMALLEST_FILE == lower_tier.SMALLEST_FILE
+
+
+def test_peak_and_its_parts_are_those_of_one_moment():
+    ledger = Ledger()
+    a = ledger.new(100, "a")
+    b = ledger.new(50, "b")
+    ledger.hold(a)
+    ledger.drop(a, None)
+    assert ledger.total == 150
+    ledger.drop(a)
+    ledger.pass_by(120, "c")
+    assert (ledger.peak, ledger.at_peak) == (170, {"a": 0, "b": 50, "c": 120})
+    ledger.drop(b)
+    assert ledger.total == 0
+    with pytest.raises(AssertionError):
+        ledger.drop(b)
+
+
+def test_tracker_sees_inside_of_operations_and_what_is_left():
+    torch.ones(10)
+    with AllocationTracker() as tracker:
+        kept_tensor = torch.ones(1000)
+        x = torch.ones(25_000)
+        y = (x * 2 + 1).sum()
+        del x
+    # x, x * 2 and the sum of both at once; the products are freed inside of the expression.
+    assert tracker.peak_bytes == 4_000 + 3 * 100_000
+    assert tracker.final_bytes == 4_000 + 4
+    assert tracker.sizes_at_peak == [100_000] * 3 + [4_000]
+    assert y == 75_000
+    assert kept_tensor.numel() == 1000
+
+
+def test_many_microbatches_are_not_replayed_one_by_one():
+    few, many = (
+        config_of(["parallel.pp=2", f"train.global_batch_size={2 * count}"]) for count in (8, 4000)
+    )
+    hidden = 4 * 2 * 128 * 64
+    for rank in range(2):
+        # Each further micro-batch keeps two ends of two messages for the step, and its tokens.
+        added = 3992 * (4 * hidden + 2 * 8 * 2 * 128)
+        growth = estimate.estimate(many, rank).peak_bytes - estimate.estimate(few, rank).peak_bytes
+        assert growth == pytest.approx(added, rel=0.02)
+
+
+def test_check_says_what_a_rank_needs():
+    memory = summarize(config_of(["parallel.pp=2"]))["memory"]
+    assert [rank["peak_bytes"] for rank in memory] == predicted(config_of(["parallel.pp=2"]))
+    for rank in memory:
+        assert sum(rank["parts"].values()) == rank["peak_bytes"]
+    onebit = config_of(["train.optimizer=onebit_adam"])
+    assert not can_estimate(onebit)
+    assert summarize(onebit)["memory"] is None
+
+
+def test_sharding_divides_what_it_says():
+    def parts(zero):
+        changes = ["parallel.dp=4", f"parallel.zero={zero}", "train.micro_batch_size=1"]
+        return estimate.estimate(config_of(changes)).parts
+
+    assert parts(1)["optimizer"] * 4 == pytest.approx(parts(0)["optimizer"], rel=1e-3)
+    assert parts(2)["gradients"] < 0.5 * parts(1)["gradients"]
+    assert parts(3)["parameters"] < 0.7 * parts(2)["parameters"]
