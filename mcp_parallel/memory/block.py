@@ -35,7 +35,7 @@ class BlockPass:
     def __init__(self, ledger: Ledger, sizes: Sizes, keeping: Keeping) -> None:
         self.ledger, self.sizes, self.keeping = ledger, sizes, keeping
         self._saved: dict[str, _Saved] = {}
-        self._between: list[Memory] = []
+        self._later: list[tuple[str, list[Memory]]] | None = None
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -197,19 +197,18 @@ class BlockPass:
         """Gradient of the block's input; takes over ``d_x3``."""
         if self.keeping.policy == "full":
             self._recompute()
-        s, ledger, weights = self.sizes, self.ledger, self.sizes.block_weights
-        whole, inner = s.tokens * s.hidden, s.tokens * s.ffn
+        s, ledger, inner = self.sizes, self.ledger, self.sizes.tokens * self.sizes.ffn
 
         d_y = self._gathered_gradient(d_x3)
         product = self._restore("product", inner)
         d_product = self._new(inner)
-        give("w2", weights["w2"])
+        self._weight("w2", product, d_y, give)
         ledger.drop(product, d_y)
         self._forget("product")
         gate, up = self._restore("gate", inner), self._restore("up", inner)
-        ledger_temp = self._new(inner)
+        temporary = self._new(inner)
         d_gate = self._new(inner)
-        ledger.drop(ledger_temp)
+        ledger.drop(temporary)
         d_up = self._new(inner)
         ledger.drop(gate, up, d_product)
         self._forget("gate", "up")
@@ -220,7 +219,7 @@ class BlockPass:
         q_elements, kv_elements = s.tokens * s.q_width, s.tokens * s.kv_width
         out = self._restore("out", q_elements)
         d_out = self._new(q_elements)
-        give("wo", weights["wo"])
+        self._weight("wo", out, d_y, give)
         ledger.drop(d_y)
         rest = [self._restore("q", q_elements)]
         rest += [self._restore(name, kv_elements) for name in ("k", "v")]
@@ -232,7 +231,6 @@ class BlockPass:
         turned_q = self._rotated(q_elements)
         ledger.drop(d_q)
         d_n1 = self._column_backward("n1", [("wv", d_v), ("wk", turned_k), ("wq", turned_q)], give)
-        assert whole
         return self._norm_backward("1", d_n1, d_x2, give)
 
     def _recompute(self) -> None:
@@ -262,15 +260,15 @@ class BlockPass:
         x = self._restore(name, whole)
         if s.sequence_parallel:  # one operation for all of them
             total = self._new(whole)
-            for weight, _ in outputs:
-                give(weight, s.block_weights[weight])
+            for weight, grad in outputs:
+                self._weight(weight, x, grad, give)
             part = self._new(s.cut_tokens * s.hidden)
             ledger.drop(*(grad for _, grad in outputs), total, x)
             self._forget(name)
             return part
         for weight, grad in outputs:
             d_x = self._new(whole)
-            give(weight, s.block_weights[weight])
+            self._weight(weight, x, grad, give)
             ledger.drop(grad)
             if total is None:
                 total = d_x
@@ -304,43 +302,24 @@ class BlockPass:
 
     # --- a backward in two passes ---------------------------------------------------------------
 
-    def input_backward(self, d_x3: Memory) -> Memory:
-        """Gradient of the block's input alone; takes over ``d_x3``.
+    def input_backward(self, d_x3: Memory, give: GiveGradient) -> Memory:
+        """As ``backward``, but for the linear layers' weights: their products come later.
 
-        All that was saved stays for the weights' pass, beside the gradient of each layer's result.
+        Each of them keeps both of its factors.
         """
-        s, ledger = self.sizes, self.ledger
-        cut, whole = s.cut_tokens * s.hidden, s.tokens * s.hidden
-        inner, q, kv = s.tokens * s.ffn, s.tokens * s.q_width, s.tokens * s.kv_width
-        if self.keeping.policy == "full":
-            self._recompute()
-        self._between = [ledger.hold(d_x3)]  # of w2
-        d_product, temporary = self._new(inner), self._new(inner)
-        d_gate = self._new(inner)
-        ledger.drop(temporary)
-        d_up = self._new(inner)
-        ledger.drop(d_product)
-        self._between += [d_gate, d_up]
-        d_n2 = self._new(whole)
-        ledger.pass_by(whole * s.compute_bytes, "activations")
-        d_x2 = self._new(cut)
-        self._between += [d_n2, ledger.hold(d_x2)]  # of the norm, of wo
-        ledger.drop(d_x3)
-        d_out = self._new(q)
-        grads = [self._new(q), self._new(kv), self._new(kv)]
-        ledger.drop(d_out)
-        turned = [self._new(q), self._new(kv)]
-        ledger.drop(*grads[:2])
-        self._between += [*turned, grads[2]]
-        d_n1 = self._new(whole)
-        self._between.append(d_n1)
-        d_x = self._new(cut)
-        ledger.drop(d_x2)
-        return d_x
+        self._later = []
+        return self.backward(d_x3, give)
 
     def weight_backward(self, give: GiveGradient) -> None:
-        """Gradients of the weights; frees all that is left."""
-        for weight in ("w2", "w3", "w1", "ffn_norm", "wo", "wv", "wk", "wq", "attn_norm"):
+        """Gradients of the weights that ``input_backward`` left out."""
+        assert self._later is not None
+        for weight, factors in self._later:
             give(weight, self.sizes.block_weights[weight])
-        self.ledger.drop(*self._between)
-        self._forget(*list(self._saved))
+            self.ledger.drop(*factors)
+
+    def _weight(self, weight: str, x: Memory, d_y: Memory, give: GiveGradient) -> None:
+        """The gradient of a linear layer's weight, now or later."""
+        if self._later is None:
+            give(weight, self.sizes.block_weights[weight])
+        else:
+            self._later.append((weight, [self.ledger.hold(x), self.ledger.hold(d_y)]))

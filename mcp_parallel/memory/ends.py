@@ -100,14 +100,6 @@ class HeadPass:
         ledger.drop(d_x, self._x, self._scale)
         return d_x0
 
-    def input_backward(self) -> Memory:
-        """Gradient of the last block's result alone; all that was saved stays."""
-        return self.ledger.new(self.sizes.compute_bytes * self.sizes.cut_tokens * self.sizes.hidden)
-
-    def weight_backward(self, give_kept: GiveGradient, give: GiveGradient) -> None:
-        """Gradients of head and norm after ``input_backward``."""
-        self.ledger.drop(self.backward(give_kept, give))
-
 
 def embedding_forward(ledger: Ledger, s: Sizes) -> Memory:
     """The first stage's input to its blocks."""

@@ -1,9 +1,8 @@
 """A pipeline rank's step as allocations, in the order of its plan. No torch.
 
 What torch's runtime keeps beside the stages: a receive buffer for each micro-batch and direction,
-allocated once; what was sent, until the step is over, or
-until the next one where the receiver is on this rank; each stage's output until its backward; and,
-where the backward is split, the gradient of the stage's input until the step is over.
+allocated once; each stage's output until its backward; and what was sent, until the step is over,
+or until the next one where the receiver is on this rank.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class PipelineRank:
         self._last = plan.num_stages - 1
         self._inputs: dict[tuple[int, int], Memory] = {}
         self._outputs: dict[tuple[int, int], Memory] = {}
-        self._input_grads: list[Memory] = []
         self._sent: list[Memory] = []
         self._local_grads: dict[tuple[int, int], Memory] = {}
         self._is_sent = {
@@ -64,8 +62,6 @@ class PipelineRank:
 
     def run(self) -> None:
         """One step."""
-        self.ledger.drop(*self._input_grads)
-        self._input_grads.clear()
         remaining = {
             index: sum(a.stage == index and a.kind in "BW" for a in self.order)
             for index in self.stages
@@ -76,6 +72,8 @@ class PipelineRank:
             is_last = remaining[action.stage] == 0
             self.stages[action.stage].weights.start_microbatch(is_last=is_last)
             self._do(action)
+        for stage in self.stages.values():
+            stage.weights.finish_step()
         self.ledger.drop(*self._sent)
         self._sent.clear()
 
@@ -102,17 +100,12 @@ class PipelineRank:
             if index == self._last:
                 stage.loss(microbatch, output)
             return
-        if kind == "I" and index > 0:
-            d_x = stage.input_backward(microbatch, self._arrived(index))
-            self._input_grads.append(self.ledger.hold(d_x))
-            self._send(d_x, index, index - 1, microbatch)
-            self.ledger.drop(d_x, self._outputs.pop(key))
-        elif kind == "W" and index > 0:
+        if kind == "W":
             stage.weight_backward(microbatch)
-        elif kind in "BW":  # the first stage does nothing before W
-            d_x = stage.backward(microbatch, self._arrived(index))
-            self._send(d_x, index, index - 1, microbatch)
-            self.ledger.drop(d_x, self._outputs.pop(key))
+            return
+        d_x = stage.backward(microbatch, self._arrived(index), is_split=kind == "I")
+        self._send(d_x, index, index - 1, microbatch)
+        self.ledger.drop(d_x, self._outputs.pop(key))
 
     def _arrived(self, index: int) -> Memory | None:
         """The gradient of a stage's output; autograd sums into a copy of what was received."""

@@ -65,17 +65,23 @@ class StageReplay:
         """The loss of what ``forward`` gave."""
         self._heads[microbatch].loss(normed)
 
-    def backward(self, microbatch: int, d_x: Memory | None) -> Memory | None:
-        """Gradient of the stage's input; takes over ``d_x``, None at the loss."""
+    def backward(
+        self, microbatch: int, d_x: Memory | None, *, is_split: bool = False
+    ) -> Memory | None:
+        """Gradient of the stage's input; takes over ``d_x``, None at the loss.
+
+        ``is_split`` leaves the gradients of the blocks' linear layers to ``weight_backward``.
+        """
         if self.stage.has_head:
             give = self._giver(ROOT)
             d_x = self._heads.pop(microbatch).backward(give, give)
         assert d_x is not None
-        blocks = self._blocks.pop(microbatch)
+        blocks = self._blocks[microbatch] if is_split else self._blocks.pop(microbatch)
         for number in reversed(range(self.stage.num_layers)):
-            name = self._name(number)
+            name, block = self._name(number), blocks[number]
             self.weights.before_backward(name)
-            d_x = blocks[number].backward(d_x, self._giver(name))
+            run = block.input_backward if is_split else block.backward
+            d_x = run(d_x, self._giver(name))
             self.weights.after_backward(name)
         if self.stage.has_embedding:
             embedding_backward(self.ledger, self.sizes, d_x, self._giver(ROOT))
@@ -83,20 +89,8 @@ class StageReplay:
         self.weights.finish_backward()
         return d_x
 
-    def input_backward(self, microbatch: int, d_x: Memory | None) -> Memory:
-        """Gradient of the stage's input alone; takes over ``d_x``, None at the loss."""
-        if self.stage.has_head:
-            d_x = self._heads[microbatch].input_backward()
-        assert d_x is not None
-        for block in reversed(self._blocks[microbatch]):
-            d_x = block.input_backward(d_x)
-        return d_x
-
     def weight_backward(self, microbatch: int) -> None:
-        """Gradients of the weights after ``input_backward``."""
-        if self.stage.has_head:
-            give = self._giver(ROOT)
-            self._heads.pop(microbatch).weight_backward(give, give)
+        """Gradients of the weights after a ``backward`` that is split."""
         for number, block in reversed(list(enumerate(self._blocks.pop(microbatch)))):
             block.weight_backward(self._giver(self._name(number)))
 

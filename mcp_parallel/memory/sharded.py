@@ -27,6 +27,7 @@ class ShardedWeights:
         self.ledger, self.sizes = ledger, sizes
         layout = Layout.from_config(config.parallel)
         self.zero, self.ranks = layout.zero, layout.zero_ranks
+        self._reduces_at_end = layout.pp > 1
         self.is_last = False
         self._elements: dict[str, int] = {}
         weights = weights_of(config, sizes, stage)
@@ -68,7 +69,7 @@ class ShardedWeights:
 
     def before_forward(self, group: str) -> None:
         """Gather what is not whole."""
-        if group not in self._whole:
+        if group in self._elements and group not in self._whole:
             self._gather(group)
             self.ledger.drop(self._waiting_gather)
             self._waiting_gather = self._copy_out(group)
@@ -92,7 +93,20 @@ class ShardedWeights:
             self._gather(following)
 
     def after_backward(self, group: str) -> None:
-        """Reduce the gradients, free the weights."""
+        """Reduce the gradients, free the weights; a pipeline does both at the end of a step."""
+        if not self._reduces_at_end and group in self._elements:
+            self._reduce(group)
+
+    def finish_step(self) -> None:
+        """The end of a pipeline's step."""
+        if self._reduces_at_end:
+            self.is_last = True
+            for group in self._elements:
+                self._reduce(group)
+            self.ledger.drop(self._waiting_reduce)
+            self._waiting_reduce = None
+
+    def _reduce(self, group: str) -> None:
         reduces = self.is_last or self.zero >= 2
         if self.is_last or self.zero == 3:
             self.ledger.drop(self._whole.pop(group))
@@ -114,7 +128,7 @@ class ShardedWeights:
     def finish_backward(self) -> None:
         """The end of a backward pass: the root's gradients, and on the last one all buffers."""
         self.after_backward(ROOT)
-        if self.is_last:
+        if self.is_last and not self._reduces_at_end:
             self.ledger.drop(self._waiting_reduce)
             self._waiting_reduce = None
 

@@ -77,6 +77,9 @@ class Weights:
     def finish_backward(self) -> None:
         """Nothing waits for the end of a backward pass."""
 
+    def finish_step(self) -> None:
+        """Nor for the end of a step."""
+
 
 def moments_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> int:
     """Of the moments that are in memory: with offload those that are too small for a file."""
