@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcp_kernels.saved import is_exact
 from mcp_parallel.context.attention import ContextAttention
 from mcp_parallel.context.documents import NOTHING, gather_bounds, ring_bounds, triangle_bounds
 from mcp_parallel.context.ring import steps_of
@@ -134,6 +135,31 @@ def test_gradients_check_themselves(ranks):
     results = ranks.run(run_shared, "ring", [((1, 8, 1, 1, 4), None, torch.float64)], ranks=4)
     dk = whole([r[0][2] for r in results], 8)
     torch.testing.assert_close(dk, parts[2], rtol=0, atol=64 * EPS)
+
+
+def run_saved(rank, world, kind):
+    """(shape, whether it must come back bit for bit) of what waits for backward."""
+    split = Split(world, rank, 12)
+    attend = ContextAttention(split, dist.new_group(list(range(world))), kind)
+    q, k, v, _ = (split.take(t).requires_grad_() for t in make(1, 12, 4, 2, 8))
+    saved = []
+
+    def pack(x):
+        saved.append((tuple(x.shape), is_exact(x)))
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        attend(q, k, v).sum()
+    return saved
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_lse_must_wait_bit_for_bit(ranks, kind):
+    """An error of it would be one of every probability of its row. No other rank's keys wait."""
+    kept = {((1, 6, 4, 8), False), ((1, 6, 2, 8), False), ((1, 4, 6), True)}
+    for saved in ranks.run(run_saved, kind, ranks=2):
+        assert set(saved) == kept
+        assert len(saved) == 5  # q, k, v, out and lse
 
 
 # --- the split, on paper --------------------------------------------------------------------------

@@ -314,6 +314,7 @@ MATRIX = (
     _narrow("16-bit vit dp2tp2", replace(VIT, loss_scale=SCALED.loss_scale), dp=2, tp=2),
     _case("scaled tied dp2tp2pp2 zero1", SCALED_TIED, 2, dp=2, tp=2, pp=2, zero=1),
     _narrow("16-bit dp2", SCALED, dp=2),
+    _narrow("16-bit dp2cp2tp2 zero2", SCALED, 2, dp=2, cp=2, tp=2, zero=2),
     _narrow("16-bit tp2", SCALED, tp=2),
     _narrow("16-bit zero3", SCALED, microbatches=2, dp=2, zero=3),
     _narrow("16-bit pp2", SCALED, microbatches=4, pp=2),
