@@ -1,8 +1,8 @@
 """Sequences that ranks share: memory of a training step at 32k tokens, and ring against all-gather.
 
-Memory is a whole step of the trainer on one sample: the peak of what torch had allocated for
-tensors while the step ran, beyond what was there before (parameters, their optimizer state), and
-the peak growth of the process, which the kernels' own scratch is part of. The largest rank counts.
+Memory is a whole step of the trainer on one sample: the peak of what torch had allocated while the
+step ran, beyond what was there before (parameters, their optimizer state), and the peak growth of
+the process, which the kernels' own scratch is part of. The largest rank counts.
 Time is forward and backward of attention alone, both ways in turns, the slowest rank counting.
 
     python bench/bench_context.py --write docs/context_parallel.md
@@ -18,22 +18,19 @@ import statistics
 import subprocess
 import sys
 import time
-import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from mcp_parallel.config import Config
 from mcp_parallel.context.attention import ContextAttention
 from mcp_parallel.context.split import Split
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.layout import Layout
+from mcp_parallel.memory.track import AllocationTracker
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.step import TrainingStep
 
@@ -43,40 +40,6 @@ TIMED_LENGTH = 8_192
 TIMED_SHAPE = (4, 2, 64)  # heads, KV heads, head size
 MARKS = ("<!-- measured by bench/bench_context.py -->", "<!-- end -->")
 MIB = 2**20
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made under it held at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.bytes = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        before = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if _is_own(x)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if _is_own(x) and x.untyped_storage()._cdata not in before:
-                self._add(x.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-        self._seen.add(key)
-        self.live += size
-        self.bytes = max(self.bytes, self.live)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: int) -> None:
-        self._seen.discard(key)
-        self.live -= size
-
-
-def _is_own(x: Any) -> bool:
-    return isinstance(x, Tensor) and type(x) is Tensor and not x.is_meta
 
 
 def status_mib(name: str) -> float:
@@ -118,10 +81,10 @@ def measure_step(cp: int, kind: str, length: int) -> dict[str, float]:
     tokens = torch.randint(256, (1, length), generator=torch.Generator().manual_seed(1))
     forget_high_water()
     before, start = status_mib("VmRSS"), time.perf_counter()
-    with Peak() as peak:
+    with AllocationTracker() as tracker:
         result = step(tokens, tokens.roll(-1, 1), 1e-3)
     seconds = time.perf_counter() - start
-    figures = torch.tensor([peak.bytes / MIB, status_mib("VmHWM") - before, seconds])
+    figures = torch.tensor([tracker.peak_bytes / MIB, status_mib("VmHWM") - before, seconds])
     if mesh.world is not None:
         dist.all_reduce(figures, op=dist.ReduceOp.MAX)
     return {

@@ -13,6 +13,7 @@ from mcp_parallel.context.attention import ContextAttention
 from mcp_parallel.context.documents import NOTHING, gather_bounds, ring_bounds, triangle_bounds
 from mcp_parallel.context.ring import steps_of
 from mcp_parallel.context.split import Split
+from mcp_parallel.memory.track import AllocationTracker
 
 KINDS = ["ring", "all_gather"]
 EPS = 2**-52
@@ -160,6 +161,30 @@ def test_only_the_lse_must_wait_bit_for_bit(ranks, kind):
     for saved in ranks.run(run_saved, kind, ranks=2):
         assert set(saved) == kept
         assert len(saved) == 5  # q, k, v, out and lse
+
+
+def run_tracked(rank, world):
+    """Most bytes that ring attention's forward and its backward take beyond their inputs."""
+    length = 2 * world * 64
+    split = Split(world, rank, length)
+    attend = ContextAttention(split, dist.new_group(list(range(world))), "ring")
+    q, k, v, dout = (split.take(t).requires_grad_() for t in make(1, length, 2, 2, 32))
+    attend(q, k, v).backward(dout)  # connects the ranks
+    with AllocationTracker() as forward:
+        out = attend(q, k, v)
+    with AllocationTracker() as backward:
+        out.backward(dout)
+    return forward.peak_bytes, backward.peak_bytes
+
+
+def test_blocks_do_not_pile_up(ranks):
+    """Each rank has the same rows and keys of its own: more ranks must not mean more memory."""
+    three, four = (
+        [max(peaks) for peaks in zip(*ranks.run(run_tracked, ranks=n), strict=True)] for n in (3, 4)
+    )
+    block_bytes = 2 * 2 * 64 * 2 * 32 * 8  # keys and values of a rank
+    for few, many in zip(three, four, strict=True):
+        assert many - few < block_bytes // 2
 
 
 # --- the split, on paper --------------------------------------------------------------------------

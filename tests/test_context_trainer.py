@@ -95,19 +95,15 @@ def test_every_rank_knows_the_same(ranks):
     assert np.isfinite(results[0][0]).all()
 
 
-def test_the_command_trains_and_goes_on_elsewhere(tmp_path):
+def test_the_command_trains(tmp_path):
     command = [sys.executable, "-W", "ignore", "-m", "mcp_parallel", "train", "--json"]
-    common = ["--run-dir", str(tmp_path), "--set", "data.document_masking=true"]
+    command += ["--run-dir", str(tmp_path), "--set", "data.document_masking=true"]
     sizes = "num_layers=1 hidden_size=16 num_heads=2 num_kv_heads=1 ffn_size=24 vocab_size=256"
-    common += ["--set", "model.preset=none"]
-    for size in [*sizes.split(), "seq_len=32"]:
-        common += ["--set", f"model.{size}"]
-    runs = (["--cp", "2", "--steps", "2", "--zero", "1"], ["--dp", "2", "--steps", "3", "--resume"])
-    for flags in runs:
-        done = subprocess.run(
-            [*command, *common, *flags], capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    for size in ["preset=none", *sizes.split(), "seq_len=32"]:
+        command += ["--set", f"model.{size}"]
+    command += ["--cp", "2", "--zero", "1", "--steps", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
     last = json.loads(done.stdout.splitlines()[-1])["last"]
-    assert last["step"] == 3
-    assert last["tokens"] == 3 * 16 * 32
+    assert last["step"] == 2
+    assert last["tokens"] == 2 * 16 * 32
