@@ -42,11 +42,14 @@ class ShmProcessGroup(ShmGroupBase):
         xs = tensors if type(tensors) is list else _listed(tensors)
         if not xs[0].is_cpu:
             return self._elsewhere(xs[0], "allreduce", tensors, opts)
-        op = getattr(opts, "reduceOp", opts)
+        try:
+            op, is_async = opts.reduceOp, opts.asyncOp
+        except AttributeError:  # the reduction alone
+            op, is_async = opts, True
         for x in xs:
             self._comm.all_reduce(x, op)
         # A caller that does not wait for a future gets the one work that is always done: 0.6 us.
-        return DoneWork(xs) if getattr(opts, "asyncOp", True) else self._done
+        return DoneWork(xs) if is_async else self._done
 
     @communicates("all_reduce")
     def allreduce_coalesced(self, tensors: Any, opts: Any = _SUM) -> Any:
