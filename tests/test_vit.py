@@ -134,6 +134,28 @@ def test_stages_in_a_row_are_the_whole(num_stages):
     assert torch.equal(x, model(patches))
 
 
+@pytest.mark.parametrize("policy", ["selective", "full"])
+def test_activation_checkpointing_changes_no_bit_and_keeps_less(policy):
+    patches, targets, results = make_patches(), torch.tensor([0, 3, 6, 3]), []
+    for chosen in ("none", policy):
+        model, kept = whole(), []
+        for block in model.blocks.values():
+            block.remat.policy = chosen
+
+        def pack(tensor, kept=kept):
+            kept.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = cross_entropy(model(patches), targets)
+        results.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        results[-1].append(sum(kept))
+    (*plain, all_kept), (*cheap, few_kept) = results
+    assert all(torch.equal(a, b) for a, b in zip(plain, cheap, strict=True))
+    if policy == "full":
+        assert few_kept < 0.5 * all_kept
+
+
 def test_shapes_told_to_the_pipeline_are_the_models():
     family, model = family_of(CONFIG), whole()
     inputs = torch.zeros(2, *family.input_shape(CONFIG, CONFIG.seq_len), dtype=family.input_dtype)

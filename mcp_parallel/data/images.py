@@ -73,7 +73,8 @@ def open_digits() -> Images:
 def _read_digits(path: Path) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     size, _, classes = DIGITS_SHAPE
     with gzip.open(path, "rt", encoding="ascii") as file:
-        table = np.loadtxt(file, delimiter=",", ndmin=2)  # a row an image: its pixels, then its class
+        # A row is an image: its pixels, then its class.
+        table = np.loadtxt(file, delimiter=",", ndmin=2)
     pixels, labels = table[:, :-1], table[:, -1].astype(np.int64)
     is_whole = table.shape == (_DIGITS, size * size + 1) and set(labels) == set(range(classes))
     if not is_whole or pixels.min() < 0 or pixels.max() > 16:
