@@ -22,7 +22,8 @@ ALL_IGNORED = list(range(21))
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    """Four rows a chunk: 21 positions are five whole ones and one row."""
+    """Four rows a chunk: 21 positions are five whole ones and one row; nothing counts as small."""
+    monkeypatch.setattr(module, "_SMALL_BYTES", -1)
     monkeypatch.setattr(module, "_MIN_ROWS", {"cpu": 4})
     monkeypatch.setattr(module, "_CHUNK_BYTES", {"cpu": 1})
 
@@ -150,6 +151,17 @@ def test_a_graph_that_is_kept_gives_the_same_again(recompute):
     torch.testing.assert_close((dx, dw), expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("vocab", [2, 37])
+def test_small_logits_take_torchs_own_ops(vocab, monkeypatch):
+    x, weight, targets = make(ignored=[0, 5], vocab=vocab)
+    found = ours(x, weight, targets, 1 / 19, 0.3)
+    expected = plain(x, weight, targets, 1 / 19, 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
+    monkeypatch.setattr(module, "_HeadLoss", None)  # it is not what ran
+    ours(x, weight, targets, 1.0)
+
+
+@pytest.mark.usefixtures("small_chunks")
 def test_only_what_is_asked_for():
     x, weight, targets = make()
     expected = plain(x, weight, targets, 1.0)
@@ -161,7 +173,9 @@ def test_only_what_is_asked_for():
     torch.testing.assert_close(loss, expected[0], rtol=1e-14, atol=0)
 
 
-def test_no_position_at_all():
+@pytest.mark.parametrize("small_bytes", [-1, 4 << 20])
+def test_no_position_at_all(monkeypatch, small_bytes):
+    monkeypatch.setattr(module, "_SMALL_BYTES", small_bytes)
     x = torch.empty(0, HIDDEN, requires_grad=True)
     weight = torch.ones(VOCAB, HIDDEN, requires_grad=True)
     loss = head_loss(x, weight, torch.empty(0, dtype=torch.int64))

@@ -10,6 +10,8 @@ logits are in cache: 6 N V D flops, as the plain chain of ops takes, without its
 forwards wait for their backwards (GPipe), dW would wait in as many copies: there ``recompute``
 keeps x and two numbers a position and makes the logits again, for 2 N V D flops more.
 
+Where all logits fit into a core's cache, the plain chain of ops is up to a tenth faster and runs.
+
 With the vocabulary cut over a group, each rank's maximum, sum and target logit of a chunk go to all
 in one message, and every rank joins them in the same order: the loss has the same bits on each.
 
@@ -30,12 +32,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from mcp_kernels.nn.sharding import to_locals
 from mcp_kernels.ops.collectives import all_gather, copy_to_group
 from mcp_parallel.config import Config
 from mcp_parallel.layout import split_dim
-from mcp_parallel.model.loss import IGNORED
+from mcp_parallel.model.loss import IGNORED, token_loss
 from mcp_parallel.model.stage import StageModel
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.parallelize import Stage
@@ -48,6 +51,8 @@ StageLoss = Callable[[Tensor, Tensor, float], Tensor]
 # fill it. Fewer rows than the second number read W too often for what they compute with it.
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 _MIN_ROWS = {"cpu": 128, "cuda": 1024}
+# Up to here logits stay in a core's cache, and what counts is that torch's two ops are two calls.
+_SMALL_BYTES = 4 * 2**20
 
 
 def build_stage_loss(stages: Sequence[Stage], config: Config, mesh: Mesh) -> StageLoss:
@@ -126,7 +131,7 @@ def head_loss(
         scale: of the loss, known before backward; one over the number of targets makes a mean.
         vocab_start: number of ``weight``'s first row in the whole vocabulary.
         group: the ranks that the vocabulary is cut over; None where ``weight`` is all of it.
-        recompute: make the logits again in backward (see above).
+        recompute: make the logits again in backward (see above), unless all are small.
 
     Returns:
         ``[]``, nats, float32 (float64 for float64 inputs), the same bits on every rank. The
@@ -143,6 +148,9 @@ def head_loss(
             f"head_loss: x must be [..., D], weight [V, D] and targets [...], got {list(x.shape)}, "
             f"{list(weight.shape)} and {list(targets.shape)}"
         )
+    logits_bytes = targets.numel() * weight.shape[0] * x.itemsize
+    if group is None and x.dtype == _wide(x.dtype) and logits_bytes <= _SMALL_BYTES:
+        return token_loss(linear(x, weight), targets) * scale
     keeps = torch.is_grad_enabled()
     return _HeadLoss.apply(x, weight, targets, scale, vocab_start, group, recompute, keeps)  # pyright: ignore[reportReturnType]
 
@@ -164,15 +172,19 @@ class _Chunk:
 
 def _chunks(x: Tensor, weight: Tensor, targets: Tensor, vocab_start: int) -> Iterator[_Chunk]:
     rows, targets = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    kind, vocab = x.device.type, weight.shape[0]
-    row_bytes = max(1, vocab * _wide(x.dtype).itemsize)
-    step = max(_MIN_ROWS.get(kind, 1024), _CHUNK_BYTES.get(kind, 2**28) // row_bytes)
+    vocab, step = weight.shape[0], _rows_of_a_chunk(weight)
     for start in range(0, len(rows), step):
         at = slice(start, min(start + step, len(rows)))
         column = targets[at] - vocab_start
         elsewhere = (column < 0) | (column >= vocab)
         column.masked_fill_(elsewhere, 0)
         yield _Chunk(at, rows[at], column, elsewhere, targets[at] != IGNORED)
+
+
+def _rows_of_a_chunk(weight: Tensor) -> int:
+    kind = weight.device.type
+    row_bytes = max(1, weight.shape[0] * _wide(weight.dtype).itemsize)
+    return max(_MIN_ROWS.get(kind, 1024), _CHUNK_BYTES.get(kind, 2**28) // row_bytes)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -257,7 +269,9 @@ class _HeadLoss(torch.autograd.Function):
         grads = None if recompute or not any(needs) else _Gradients(x, weight, needs)
         # float16 gradients times a small scale would be rounded to nothing, so it comes last there.
         early = scale if _wide(x.dtype) == x.dtype else 1.0
-        kept, total = [], torch.zeros((), dtype=torch.float64, device=x.device)
+        kept: list[Tensor] = []
+        ctx.grads, ctx.late, ctx.needs = grads, scale / early, needs
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
         for chunk in _chunks(x, weight, targets, vocab_start):
             z = _logits(chunk, weight)
             mine = _statistics_(z, chunk)
@@ -269,7 +283,6 @@ class _HeadLoss(torch.autograd.Function):
                 grads.add(_softmax_to_gradient_(z, share, early, chunk), chunk)
             elif any(needs):
                 kept.append(whole[:2])
-        ctx.grads, ctx.late, ctx.needs = grads, scale / early, needs
         if kept:
             ctx.early, ctx.vocab_start = early, vocab_start
             ctx.save_for_backward(x, weight, targets, torch.cat(kept, 1))
