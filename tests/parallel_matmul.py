@@ -21,7 +21,8 @@ from mcp_kernels.testing import sum_error_bound
 
 # What carries the ranks' data: gloo, where the references run; gloo between hosts, a host for each
 # rank, where products are cut however small; shared memory, where a product of the tests is one
-# block; and slots so small that it is many, and ranks share the work of a sum.
+# block; and slots so small that it is many, and ranks share the work of a sum. A few tests take
+# "shm_hosts" besides, backend shm with a host for each rank: the code of "hosts" on its own gloo.
 needs_shm = pytest.mark.skipif(
     importlib.util.find_spec("mcp_kernels._shm") is None, reason="the _shm extension was not built"
 )
@@ -40,8 +41,8 @@ def carried(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: 
     """``fn(rank, world, *args)`` where the default group is carried by ``carrier``."""
     if carrier == "gloo":
         return fn(rank, world, *args)
-    if carrier == "hosts":
-        return _between_hosts(rank, world, fn, *args)
+    if carrier in ("hosts", "shm_hosts"):
+        return _between_hosts(rank, world, carrier, fn, *args)
     from mcp_kernels.shm import workspace  # registers the backend
 
     usual: Any = dist.group.WORLD
@@ -61,12 +62,19 @@ def carried(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: 
         _fused.blocks_of.cache_clear()
 
 
-def _between_hosts(rank: int, world: int, fn: Callable[..., Any], *args: Any) -> Any:
+def _between_hosts(rank: int, world: int, carrier: str, fn: Callable[..., Any], *args: Any) -> Any:
     usual: Any = dist.group.WORLD
     host_number = _overlap_group.host_number
     names = ("PIECE_BYTES", "MIN_ROWS", "MIN_COLUMNS")
     kept = [getattr(_overlap_cut, name) for name in names]
-    group: Any = dist.new_group(list(range(world)), backend="gloo")
+    members = list(range(world))
+    if carrier == "hosts":
+        group: Any = dist.new_group(members, backend="gloo")
+    else:
+        from mcp_kernels.shm import ShmOptions
+
+        options = ShmOptions(host_id=str(rank))
+        group = dist.new_group(members, backend="shm", pg_options=options)
     try:
         for name in names:
             setattr(_overlap_cut, name, 2)

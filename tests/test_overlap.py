@@ -73,6 +73,20 @@ def test_pieces_are_sent_while_others_are_computed(ranks: RankPool, world: int) 
     ranks.run(carried, "hosts", _in_pieces, ranks=world)
 
 
+def _as_the_reference(rank: int, world: int) -> None:
+    x, weight = torch.zeros(24, 8), torch.zeros(16, 8)
+    assert which_backend(matmul_all_reduce, x, weight).chosen == "overlap"
+    for _, _, call in _calls(rank, world):
+        with reference_only():
+            whole = call()
+        torch.testing.assert_close(call(), whole, rtol=1e-13, atol=1e-13)
+
+
+@needs_shm
+def test_backend_shm_with_a_host_for_each_rank(ranks: RankPool) -> None:
+    ranks.run(carried, "shm_hosts", _as_the_reference, ranks=3)
+
+
 def _never_waits(rank: int, world: int, index: int, products: int) -> None:
     name, _, call = _calls(rank, world)[index]
     _overlap_group.why_not(torch.zeros(1), _comm.group_name(None))  # asked, once for a group
@@ -117,11 +131,12 @@ def _run_ahead(rank: int, name: str, products: int, call: Any) -> None:
 
 # Of the sum: a product a piece. Of the scatter: each rank's rows of a piece. Of the gather: the own
 # rows of each sample.
+@pytest.mark.parametrize("carrier", ["hosts", pytest.param("shm_hosts", marks=needs_shm)])
 @pytest.mark.parametrize("index, products", [(0, 4), (1, 8), (2, 2)])
 def test_nobody_waits_before_its_products_are_done(
-    ranks: RankPool, index: int, products: int
+    ranks: RankPool, carrier: str, index: int, products: int
 ) -> None:
-    ranks.run(carried, "hosts", _never_waits, index, products, ranks=2)
+    ranks.run(carried, carrier, _never_waits, index, products, ranks=2)
 
 
 @pytest.mark.parametrize("carrier", ["gloo", pytest.param("shm", marks=needs_shm)])
@@ -193,7 +208,7 @@ def _refused_by_shm(rank: int, world: int) -> None:
     x, weight = torch.zeros(2048, 1), torch.zeros(1024, 1)
     choice = which_backend(matmul_all_reduce, x, weight, group=dist.group.WORLD)
     assert choice.chosen == "shm"
-    assert choice.refused["overlap"] == "a call of backend shm is done when it returns"
+    assert choice.refused["overlap"] == _overlap_group.SHARED
 
 
 def test_cuts_cover_once_and_keep_their_sizes() -> None:

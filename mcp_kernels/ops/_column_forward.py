@@ -6,12 +6,10 @@ y_i = x @ weight_i.T + bias_i
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from mcp_kernels.ops import _comm, _fused, _overlap
+from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._linear import linear
 
 SCHEMA = (
@@ -60,8 +58,7 @@ def overlapped(
     shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
     ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
     multiply = _overlap.multiply_rows(ys, weights, biases)
-    pg: Any = _comm.resolve(group)
-    gathered = _overlap.Gather(x, _comm.GroupCarrier(pg), gather_dim).join(multiply)
+    gathered = _overlap.Gather(x, _overlap_group.carrier(group), gather_dim).join(multiply)
     return ys, gathered if save_gathered else x.new_empty(0)
 
 

@@ -296,7 +296,10 @@ def scattered_shape(shape: list[int], dim: int, name: str) -> list[int]:
 
 def backend_name(group: dist.ProcessGroup | None, x: Tensor) -> str:
     """What carries ``x`` between the ranks of ``group``."""
-    return "none" if group is None else group._get_backend(x.device).name()
+    if group is None:
+        return "none"
+    has_backends = isinstance(group, dist.ProcessGroup)  # else it is a backend by itself
+    return group._get_backend(x.device).name() if has_backends else group.name()
 
 
 def _is_gloo(group: dist.ProcessGroup, x: Tensor) -> bool:

@@ -3,7 +3,8 @@
 gloo moves bytes with the ranks' own cores. Between hosts most of that time is the wire's; on one
 host it is all copying, which a rank that multiplies meanwhile only slows down (pieces then cost up
 to a tenth, measured at two ranks with a core each). So a gloo group asks once, at its first call
-that is large enough, whether its ranks stand on one host; shared memory serves those.
+that is large enough, whether its ranks stand on one host; shared memory serves those. A group of
+backend shm knows: it communicates in pieces where each of its ranks has a host of its own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from mcp_kernels._op import is_looking
 from mcp_kernels.ops import _comm
 
 ONE_HOST = "gloo between ranks of one host takes the cores that multiply; backend shm is for them"
+SHARED = "a call of backend shm is done when it returns, among ranks of one host"
 NOT_ASKED = "decided by the group at its first call of such a size"
 
 _hosts: dict[str, tuple[weakref.ref[Any], int]] = {}
@@ -35,7 +37,7 @@ def why_not(x: Tensor, group: str) -> str | None:
     pg: Any = _comm.resolve(group)
     backend = _comm.backend_name(pg, x)
     if backend == "shm":
-        return "a call of backend shm is done when it returns"
+        return None if _is_rank_a_host(pg) else SHARED
     if backend != "gloo":
         return None
     known = _hosts.get(group)
@@ -44,6 +46,20 @@ def why_not(x: Tensor, group: str) -> str | None:
             return NOT_ASKED
         known = _hosts[group] = (weakref.ref(pg), _count_hosts(pg, x.device))
     return ONE_HOST if known[1] == 1 else None
+
+
+def carrier(group: str) -> _comm.GroupCarrier:
+    """What carries the pieces of a group that takes them.
+
+    A group of backend shm whose ranks all stand alone has nothing but the network, and its gloo
+    group of all ranks does not wait in a call.
+    """
+    pg: Any = _comm.resolve(group)
+    return _comm.GroupCarrier(pg._comm.flat if hasattr(pg, "place") else pg)
+
+
+def _is_rank_a_host(pg: Any) -> bool:
+    return len(pg.place.hosts) == pg.size()
 
 
 def _count_hosts(pg: Any, device: torch.device) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
-from mcp_kernels.ops import _comm, _fused, _overlap
+from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
@@ -71,9 +71,9 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 
 def _overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    pg: Any = _comm.resolve(group)
-    own = bias if pg.rank() == 0 else None  # counted once
-    return _overlap.sum_of_product(x, weight, own, _comm.GroupCarrier(pg))
+    carrier = _overlap_group.carrier(group)
+    own = bias if carrier.rank == 0 else None  # counted once
+    return _overlap.sum_of_product(x, weight, own, carrier)
 
 
 def _why_not_overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> str | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
-from mcp_kernels.ops import _comm, _fused, _overlap
+from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
@@ -80,9 +80,9 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim
 def _overlapped(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int
 ) -> Tensor:
-    pg: Any = _comm.resolve(group)
-    own = bias if pg.rank() == 0 else None
-    return _overlap.scatter_of_product(x, weight, own, _comm.GroupCarrier(pg), scatter_dim)
+    carrier = _overlap_group.carrier(group)
+    own = bias if carrier.rank == 0 else None  # counted once
+    return _overlap.scatter_of_product(x, weight, own, carrier, scatter_dim)
 
 
 def _why_not_overlapped(
@@ -195,8 +195,7 @@ def _backward_overlapped(
     shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 : -1], weight.shape[1]]
     dx = dy.new_empty(shape)
     multiply = _overlap.multiply_rows([dx], [weight.t()], [])
-    pg: Any = _comm.resolve(group)
-    full = _overlap.Gather(dy, _comm.GroupCarrier(pg), dim).join(multiply)
+    full = _overlap.Gather(dy, _overlap_group.carrier(group), dim).join(multiply)
     _, dw, db = linear_backward(full, x, None, (False, needs[1], needs[2]))
     return _each((dx, dw, db), dy)
 

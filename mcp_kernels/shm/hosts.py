@@ -60,7 +60,8 @@ class HostsComm:
         self.world = world
         self._local = local
         self._place = place
-        self._flat: Any = dist.ProcessGroupGloo(
+        # All ranks, over the network: for what gains nothing from two levels.
+        self.flat: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("flat/", store), rank, world, timeout=timeout
         )
         self._leaders: Any = None
@@ -123,7 +124,7 @@ class HostsComm:
         come = [numel if rank in senders else 0 for rank in range(self.world)]
         sent = mine[: len(own)].view(-1)
         options = dist.AllToAllOptions()
-        self._flat.alltoall_base(received.view(-1), sent, come, to, options).wait()
+        self.flat.alltoall_base(received.view(-1), sent, come, to, options).wait()
         total = received[0]
         kind, reduction, _ = kind_of_reduction("reduce_scatter", total.dtype, op)
         places = [row.data_ptr() for row in received]
@@ -174,7 +175,7 @@ class HostsComm:
         sizes = [x.numel() for x in outs]
         received = packed.new_empty(sum(sizes))
         options = dist.AllToAllOptions()
-        self._flat.alltoall_base(received, packed, sizes, [x.numel() for x in ins], options).wait()
+        self.flat.alltoall_base(received, packed, sizes, [x.numel() for x in ins], options).wait()
         with torch.no_grad():
             for out, part in zip(outs, received.split(sizes), strict=True):
                 out.detach().copy_(part.view(out.shape))
@@ -185,7 +186,7 @@ class HostsComm:
         options.rootRank = root
         y = dense(out)
         inputs = [[dense(row) for row in rows]] if self.rank == root else []
-        self._flat.scatter([y], inputs, options).wait()
+        self.flat.scatter([y], inputs, options).wait()
         put_back([out], [y])
 
     def gather(self, rows: Sequence[Tensor], x: Tensor, root: int) -> None:
@@ -194,7 +195,7 @@ class HostsComm:
         options.rootRank = root
         outs = [dense(row) for row in rows]
         outputs = [outs] if self.rank == root else []
-        self._flat.gather(outputs, [dense(x)], options).wait()
+        self.flat.gather(outputs, [dense(x)], options).wait()
         put_back(rows, outs)
 
     def barrier(self) -> None:
@@ -207,15 +208,15 @@ class HostsComm:
     def send(self, x: Tensor, peer: int, tag: int) -> TransferWork:
         """Post ``x`` to rank ``peer``."""
         source = dense(x)
-        return TransferWork(_GlooTransfer(self._flat.send([source], peer, tag), peer), source)
+        return TransferWork(_GlooTransfer(self.flat.send([source], peer, tag), peer), source)
 
     def receive(self, x: Tensor, peer: int, tag: int) -> TransferWork:
         """Post a receive into ``x`` from rank ``peer``, or from ``ANY_RANK``."""
         target = dense(x)
         if peer == ANY_RANK:
-            work = self._flat.recv_anysource([target], tag)
+            work = self.flat.recv_anysource([target], tag)
         else:
-            work = self._flat.recv([target], peer, tag)
+            work = self.flat.recv([target], peer, tag)
         in_place = target is x
         finish = None if in_place else lambda: x.detach().copy_(target)
         return TransferWork(_GlooTransfer(work, peer), x, finish)
