@@ -27,7 +27,8 @@ def check_once(dtype):
     grads = list(make_gradient(CHECKED, dtype=dtype).split(CHECKED // 4))
     bits, scales, error = state(CHECKED)
     expected_error = error.clone()
-    how = {"beta1": 0.9, "block_size": BLOCK_SIZE}
+    factors = make_gradient(CHECKED, seed=2, dtype=torch.bfloat16)
+    how = {"beta1": 0.9, "block_size": BLOCK_SIZE, "preconditioner": factors}
     actual = (*onebit_compress_momentum(grads, bits, scales, error, **how), error)
     with reference_only():
         expected = onebit_compress_momentum(grads, bits, scales, expected_error, **how)
@@ -42,18 +43,18 @@ def bench_compress_momentum(path, dtype, compare):
     grad = gradient(dtype=dtype)
     bits, scales, error = state(NUMEL)
     momentum, carried = flat_buffer(NUMEL), flat_buffer(NUMEL)
+    factors = gradient(dtype=torch.bfloat16, seed=2)
+    how = {"beta1": 0.9, "block_size": BLOCK_SIZE, "preconditioner": factors}
 
     def in_torch_ops():
-        momentum.lerp_(grad.float(), 0.1)
+        momentum.lerp_(grad.float() * factors, 0.1)
         onebit_compress(momentum, carried, BLOCK_SIZE)
 
     with running_on(path):
         check_once(dtype)
         compare(
-            lambda: onebit_compress_momentum(
-                [grad], bits, scales, error, beta1=0.9, block_size=BLOCK_SIZE
-            ),
-            (dtype.itemsize + 4 + 4 + 1 / 4) * NUMEL,
+            lambda: onebit_compress_momentum([grad], bits, scales, error, **how),
+            (dtype.itemsize + 2 + 4 + 4 + 1 / 4) * NUMEL,
             {"in_place_scale": in_place_scale(), "lerp_then_compress": Peer(in_torch_ops)},
             rounds=rounds(path),
         )
