@@ -2,7 +2,8 @@
 
 Trains every variant of ``tests/onebit_convergence.py`` on two ranks with three seeds and writes
 ``onebit_bytes.svg``, ``onebit_digits.svg`` (where scikit-learn is installed) and the numbers as
-JSON beside this file. Cost: about 5 minutes on two quiet cores.
+JSON beside this file. Cost: about 6 minutes on two quiet cores, one of them for the digits
+(``--task digits`` draws those alone).
 """
 
 from __future__ import annotations
@@ -87,14 +88,19 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=400, help="of the byte model")
+    parser.add_argument("--task", choices=["bytes", "digits"], help="draw this one alone")
     parser.add_argument("--out", type=Path, default=HERE)
     args = parser.parse_args()
     tasks = {"bytes": (train_bytes, args.steps, "tiny byte model", "validation loss, nats a byte")}
     if importlib.util.find_spec("sklearn") is not None:
         tasks["digits"] = (train_digits, 600, "digits", "held-out accuracy, percent")
+    if args.task is not None and args.task not in tasks:
+        parser.error(f"--task: {args.task} needs scikit-learn: pip install scikit-learn")
     pool = RankPool(2)
     try:
         for name, (train, steps, title, y_title) in tasks.items():
+            if args.task not in (None, name):
+                continue
             results = runs(pool, train, range(args.seeds), steps)
             draw(results, f"{title}, 2 ranks", y_title, args.out / f"onebit_{name}.svg")
             text = json.dumps(results, indent=1)
