@@ -36,8 +36,16 @@ int64_t parts_of(const FlashAttnArgs& args, const AttnSequence& seq) {
   return std::max<int64_t>(1, std::min(wanted, seq.num_keys / kKeysOfPart));
 }
 
+// Parts of dq that are held at a time. One thread meets them in order: it adds each to the first as
+// soon as it is done, as finish_dq would, and uses one buffer for all of them.
+int64_t dq_buffers_of(const Work& work, const AttnSequence& seq) {
+  const int64_t parts = parts_of(work.args, seq);
+  return work.num_threads == 1 ? std::min<int64_t>(parts, 2) : parts;
+}
+
 // Puts the arrays of a head one after another from `memory` on; null only measures. Bytes taken.
-int64_t place_arrays(const FlashAttnArgs& args, AttnHead& head, char* memory, bool backward) {
+int64_t place_arrays(const Work& work, AttnHead& head, char* memory, bool backward) {
+  const FlashAttnArgs& args = work.args;
   const AttnSequence& seq = *head.sequence;
   const int64_t d = attn_ld(args.head_dim);
   const int64_t e = attn_ld(args.value_dim);
@@ -59,7 +67,7 @@ int64_t place_arrays(const FlashAttnArgs& args, AttnHead& head, char* memory, bo
   take(head.do_rows, rows * e);
   take(head.lse, rows);
   take(head.delta, rows);
-  take(head.dq_parts, parts_of(args, seq) * rows * d);
+  take(head.dq_parts, dq_buffers_of(work, seq) * rows * d);
   return taken;
 }
 
@@ -86,7 +94,7 @@ template <class Wave>
 void in_waves(const Work& work, std::vector<AttnHead>& heads, bool backward, const Wave& wave) {
   std::vector<int64_t> bytes(heads.size());
   for (size_t i = 0; i < heads.size(); ++i) {
-    bytes[i] = place_arrays(work.args, heads[i], nullptr, backward);
+    bytes[i] = place_arrays(work, heads[i], nullptr, backward);
   }
   const int64_t budget = work.num_threads == 1 ? 0 : kPackedBytes;
   std::unique_ptr<Memory> memory;
@@ -103,10 +111,22 @@ void in_waves(const Work& work, std::vector<AttnHead>& heads, bool backward, con
     }
     taken = 0;
     for (size_t i = first; i < last; ++i) {
-      taken += place_arrays(work.args, heads[i], memory->at(taken), backward);
+      taken += place_arrays(work, heads[i], memory->at(taken), backward);
     }
     wave(&heads[first], static_cast<int64_t>(last - first));
   }
+}
+
+template <class T>
+void add_scalars(char* sums, const char* part, int64_t count) {
+  T* to = reinterpret_cast<T*>(sums);
+  const T* from = reinterpret_cast<const T*>(part);
+  for (int64_t i = 0; i < count; ++i) to[i] += from[i];
+}
+
+void add_part(const FlashAttnArgs& args, char* sums, const char* part, int64_t count) {
+  if (args.type == AttnType::kFloat64) return add_scalars<double>(sums, part, count);
+  add_scalars<float>(sums, part, count);
 }
 
 struct Part {
@@ -351,17 +371,25 @@ void run_flash_attn_bwd(const FlashAttnArgs& args, const FlashAttnBody& body,
     (is_shared ? in_order : work)
         .share(static_cast<int64_t>(tasks.size()), [&](int64_t i, int64_t worker) {
           const Part& task = tasks[i];
-          char* dq = static_cast<char*>(task.head->dq_parts) +
-                     task.index * num_rows(*task.head) * d * scalar_bytes(args);
+          const int64_t scalars = num_rows(*task.head) * d;
+          const int64_t buffers = dq_buffers_of(work, *task.head->sequence);
+          char* sums = static_cast<char*>(task.head->dq_parts);
+          char* dq = sums + std::min(task.index, buffers - 1) * scalars * scalar_bytes(args);
           body.backward(args, *task.head, task.first, task.last, dq,
                         scratch.at(worker * scratch_bytes));
+          if (buffers < parts_of(args, *task.head->sequence) && task.index > 0) {
+            add_part(args, sums, dq, scalars);
+          }
         });
     // dsink is a sum over the rows of a head: one task adds them all, in order.
     const std::vector<Part> results =
         cut(heads, count, args.sink != nullptr ? INT64_MAX / 2 : kPackPart, num_rows);
     work.share(static_cast<int64_t>(results.size()), [&](int64_t i, int64_t) {
       const Part& part = results[i];
-      body.finish_dq(args, *part.head, part.first, part.last, parts_of(args, *part.head->sequence));
+      const AttnSequence& seq = *part.head->sequence;
+      const int64_t buffers = dq_buffers_of(work, seq);
+      const int64_t left = buffers < parts_of(args, seq) ? 1 : buffers;
+      body.finish_dq(args, *part.head, part.first, part.last, left);
     });
   });
 }
