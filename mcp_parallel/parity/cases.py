@@ -310,6 +310,7 @@ MATRIX = (
     _case("onebit dp2tp2", ONEBIT, microbatches=2, dp=2, tp=2),
     _case("onebit dp2pp2 zbv", ONEBIT, microbatches=2, dp=2, pp=2, schedule="zbv"),
     _case("onebit tied dp2pp2", ONEBIT_TIED, microbatches=2, dp=2, pp=2),
+    _case("onebit tied dp2pp2 zbv", ONEBIT_TIED, microbatches=2, dp=2, pp=2, schedule="zbv"),
     _case("onebit tied dp2tp2pp2 zero1", ONEBIT_TIED, microbatches=2, dp=2, tp=2, pp=2, zero=1),
     _narrow("16-bit vit dp2tp2", replace(VIT, loss_scale=SCALED.loss_scale), dp=2, tp=2),
     _case("scaled tied dp2tp2pp2 zero1", SCALED_TIED, 2, dp=2, tp=2, pp=2, zero=1),
