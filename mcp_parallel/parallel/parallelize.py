@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from mcp_kernels.nn import split_linears
+from mcp_kernels.ops._comm import backend_name
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.layout import split_layers
 from mcp_parallel.model.embedding import Mixture
@@ -103,17 +104,22 @@ def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Mas
         # Embedding, last norm and head: the last forward use is just before the first backward one.
         outer = MixedPrecisionPolicy() if precision.mixes_embedding else policy
         _shard(model, mesh, outer, free_after_forward=False)
-        if mesh.device.type == "cpu" and mesh.layout.pp == 1:
+        if mesh.device.type == "cpu" and mesh.layout.pp == 1 and not _moves_at_once(mesh):
             gather_ahead(model)
     return masters
+
+
+def _moves_at_once(mesh: Mesh) -> bool:
+    """In shared memory bytes move only while a rank moves them: asking early gains nothing."""
+    return backend_name(mesh.data_group, torch.empty(0)) == "shm"
 
 
 def gather_ahead(model: StageModel, is_on: bool = True) -> None:
     """Ask for the weights of a block while the one before it runs, and wait for them at its start.
 
     ``fully_shard`` overlaps through streams of a GPU. On a CPU, where it has none, each gathering
-    would begin when its block does and be waited for at once. In shared memory, where bytes move
-    only while a rank moves them, it makes no difference.
+    would begin when its block does and be waited for at once. Two blocks' weights are then whole at
+    a time.
 
     Args:
         model: a stage under ``fully_shard``; backward then does so in the reverse order.
