@@ -28,9 +28,7 @@ from typing_extensions import Self
 from mcp_kernels.nn._layer import TensorParallelLayer, check_parts, check_sequence
 from mcp_kernels.nn._replicated import gather_features, split_features
 from mcp_kernels.nn.sharding import Group, describe, to_locals
-from mcp_kernels.nn.split_linear import split_linear
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
-from mcp_kernels.ops.collectives import copy_to_group
 from mcp_kernels.ops.matmul_all_reduce import matmul_all_reduce
 from mcp_kernels.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
@@ -323,9 +321,8 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
             check_parts("ColumnParallelLinear", x, dim, group, size)
             first._has_checked_parts = True
         ys = all_gather_matmul(x, weights, biases, group=group, gather_dim=dim, gather_size=size)
-    else:
-        copied = copy_to_group(x, group=group)
-        ys = [split_linear(copied, w, b) for w, b in zip(weights, biases, strict=True)]
+    else:  # in backward the gradient of x is summed under those of the weights
+        ys = all_gather_matmul(x, weights, biases, group=group, gather_dim=None)
     return [_finish(layer, y, group) for layer, y in zip(columns, ys, strict=True)]
 
 
