@@ -58,7 +58,7 @@ def overlapped(
     shape = _comm.gathered_shape(x, gather_dim, gather_size, group)
     ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
     multiply = _overlap.multiply_rows(ys, weights, biases)
-    gathered = _overlap.Gather(x, _overlap_group.carrier(group), gather_dim).join(multiply)
+    gathered = _overlap.Gather(x, _overlap_group.carrier(x, group), gather_dim).join(multiply)
     return ys, gathered if save_gathered else x.new_empty(0)
 
 

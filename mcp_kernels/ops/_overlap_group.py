@@ -48,14 +48,15 @@ def why_not(x: Tensor, group: str) -> str | None:
     return ONE_HOST if known[1] == 1 else None
 
 
-def carrier(group: str) -> _comm.GroupCarrier:
-    """What carries the pieces of a group that takes them.
+def carrier(x: Tensor, group: str) -> _comm.GroupCarrier:
+    """What carries the pieces of ``x`` for a group that takes them.
 
     A group of backend shm whose ranks all stand alone has nothing but the network, and its gloo
     group of all ranks does not wait in a call.
     """
     pg: Any = _comm.resolve(group)
-    return _comm.GroupCarrier(pg._comm.flat if hasattr(pg, "place") else pg)
+    # The same group may carry tensors on a GPU, by another backend.
+    return _comm.GroupCarrier(pg._comm.flat if _comm.backend_name(pg, x) == "shm" else pg)
 
 
 def _is_rank_a_host(pg: Any) -> bool:

@@ -71,7 +71,7 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
 
 
 def _overlapped(x: Tensor, weight: Tensor, bias: Tensor | None, group: str) -> Tensor:
-    carrier = _overlap_group.carrier(group)
+    carrier = _overlap_group.carrier(x, group)
     own = bias if carrier.rank == 0 else None  # counted once
     return _overlap.sum_of_product(x, weight, own, carrier)
 

@@ -80,7 +80,7 @@ def _ref(x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim
 def _overlapped(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: str, scatter_dim: int
 ) -> Tensor:
-    carrier = _overlap_group.carrier(group)
+    carrier = _overlap_group.carrier(x, group)
     own = bias if carrier.rank == 0 else None  # counted once
     return _overlap.scatter_of_product(x, weight, own, carrier, scatter_dim)
 
@@ -195,7 +195,7 @@ def _backward_overlapped(
     shape = [*dy.shape[:dim], size, *dy.shape[dim + 1 : -1], weight.shape[1]]
     dx = dy.new_empty(shape)
     multiply = _overlap.multiply_rows([dx], [weight.t()], [])
-    full = _overlap.Gather(dy, _overlap_group.carrier(group), dim).join(multiply)
+    full = _overlap.Gather(dy, _overlap_group.carrier(dy, group), dim).join(multiply)
     _, dw, db = linear_backward(full, x, None, (False, needs[1], needs[2]))
     return _each((dx, dw, db), dy)
 
