@@ -84,9 +84,9 @@ class ParallelConfig:
     """Ranks that the layers are spread over."""
     cp: int = 1
     """Ranks that share each sequence, of a multiple of 2 * cp positions."""
-    cp_attention: CpAttention = "ring"
-    """How keys and values reach the ranks that share a sequence: block by block round a ring while
-    each works, or all of them at once; no effect with cp = 1."""
+    cp_attention: CpAttention = "all_gather"
+    """How keys and values reach the ranks that share a sequence: all of them at once, or block by
+    block round a ring while each works, which holds less of them; no effect with cp = 1."""
     zero: int = 0
     """What dp * cp ranks shard: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters.
     With dp * cp / dp_replicate = 1 there is nothing to shard and each level runs as 0."""

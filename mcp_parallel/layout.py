@@ -31,7 +31,7 @@ class Layout:
     virtual_stages: int = 1
     sequence_parallel: bool = True
     dp_replicate: int = 1
-    cp_attention: CpAttention = "ring"
+    cp_attention: CpAttention = "all_gather"
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:

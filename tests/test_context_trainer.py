@@ -70,7 +70,7 @@ def test_checkpointing_changes_no_bit(ranks, kind):
 
 def test_kept_bits_may_be_fewer(ranks):
     """int8 activations: the log-sum-exps that join blocks stay exact, so the loss stays near."""
-    changes = {"parallel__cp": 2}
+    changes = {"parallel__cp": 2, "parallel__cp_attention": "ring"}
     plain = ranks.run(run_steps, changes, ranks=2)
     packed = ranks.run(run_steps, {**changes, "memory__activation_compression": "int8"}, ranks=2)
     for (loss, norm), (want_loss, want_norm) in zip(packed[0][0], plain[0][0], strict=True):
@@ -84,7 +84,11 @@ def test_bf16_is_near_fp32(ranks):
     """Within what bf16 differs from fp32 on one process."""
     sizes = {"model__seq_len": 40}
     wide = ranks.run(run_steps, sizes, ranks=1)[0][0]
-    shared = ranks.run(run_steps, {**sizes, "train__precision": "bf16", "parallel__cp": 4}, ranks=4)
+    shared = ranks.run(
+        run_steps,
+        {**sizes, "train__precision": "bf16", "parallel__cp": 4, "parallel__cp_attention": "ring"},
+        ranks=4,
+    )
     for (loss, _), (want, _) in zip(shared[0][0], wide, strict=True):
         assert abs(loss - want) <= 5e-3
 
@@ -93,6 +97,22 @@ def test_every_rank_knows_the_same(ranks):
     results = ranks.run(run_steps, {"parallel__cp": 2, "parallel__tp": 2}, ranks=4)
     assert all(figures == results[0][0] for figures, _ in results)
     assert np.isfinite(results[0][0]).all()
+
+
+def test_one_bit_a_value_goes_over_dp_and_cp_alike(ranks):
+    """After the switch the ranks of dp and cp are one group: replicas stay equal bit for bit."""
+    changes = {"train__optimizer": "onebit_adam", "train__freeze_step": 2}
+    changes |= {"train__warmup_steps": 1, "parallel__dp": 2, "parallel__cp": 2}
+    results = ranks.run(run_steps, changes, 5)
+    exact = ranks.run(run_steps, {"parallel__dp": 2, "parallel__cp": 2}, 5)
+    for figures, values in results:
+        assert figures == results[0][0]
+        for name, value in values.items():
+            assert torch.equal(value, results[0][1][name]), name
+    # The same training up to the step whose gradient is the first to be coded, and not after it.
+    same = [a == b for (a, _), (b, _) in zip(results[0][0], exact[0][0], strict=True)]
+    assert same[0]
+    assert not same[-1]
 
 
 def test_the_command_trains(tmp_path):
