@@ -19,7 +19,7 @@ from mcp_parallel.errors import DIVERGED, OK, STOPPED, ConfigError
 from mcp_parallel.monitor import metrics, progress
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.monitor import Monitor
-from mcp_parallel.monitor.progress import Progress, eta_text
+from mcp_parallel.monitor.progress import Progress, describe, eta_text
 from mcp_parallel.monitor.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parent.parent
@@ -188,6 +188,14 @@ def test_a_skipped_step_is_written_with_its_loss_scale(tmp_path):
         (1, 2.0**17, True),
         (5, 2.0**16, False),
     ]
+
+
+def test_a_skipped_step_says_so_in_the_line_of_progress():
+    row = {"loss": 5.0, "grad_norm": math.inf, "tokens_per_s": 9.0, "loss_scale": 2048.0}
+    assert describe({**row, "skipped": True}, "tokens") == (
+        "loss 5.0000  skipped (overflow at loss scale 2048)  9 tokens/s"
+    )
+    assert "grad norm inf" in describe({**row, "skipped": False}, "tokens")
 
 
 def test_an_exhausted_loss_scale_is_named(tmp_path, capfd):

@@ -5,10 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from mcp_parallel.config import Config
 from mcp_parallel.parity.cases import MATRIX
-from mcp_parallel.parity.verdict import TOLERANCE
+from mcp_parallel.parity.measure import Measurement
+from mcp_parallel.parity.run import format_row
+from mcp_parallel.parity.verdict import TOLERANCE, judge
 from mcp_parallel.schedules.build import SCHEDULES
 
 # Each mutation is one line that somebody could forget; its case must fall out of tolerance.
@@ -157,6 +160,23 @@ def test_a_broken_layout_is_found(results, mutation):
     limits = {"loss_diff": "loss", "grad_norm_diff": "grad_norm", "update_diff": "update"}
     # Far outside, so that a matrix with looser bounds would see it too.
     assert row[figure] > 1e3 * getattr(TOLERANCE["fp64"], limits[figure]), row
+
+
+@pytest.mark.parametrize(
+    "scales, norms, passes",
+    [
+        ([8.0, 4.0], [float("inf"), 2.0], True),
+        ([8.0, 8.0], [float("inf"), 2.0], False),  # skipped alike, but another scale
+        ([8.0, 4.0], [2.0, 2.0], False),  # this layout did not skip
+        ([8.0, 4.0], [float("inf"), 2.01], False),
+    ],
+)
+def test_loss_scales_and_skipped_steps_must_be_alike(scales, norms, passes):
+    update = {"a": torch.ones(2)}
+    reference = Measurement([3.0, 2.0], [float("inf"), 2.0], [8.0, 4.0], update)
+    row = judge("case", "fp16", Measurement([3.0, 2.0], norms, scales, update), reference)
+    assert row.passed == passes
+    assert ("loss scales differ" in format_row(row)) == (scales != reference.loss_scales)
 
 
 def test_matrix_holds_what_was_promised():

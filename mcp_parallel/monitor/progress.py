@@ -67,10 +67,12 @@ def eta_text(seconds: float) -> str:
 def describe(record: Mapping[str, Any], unit: str = "tokens") -> str:
     """The numbers of a step in one short text."""
     accuracy = record.get("val_accuracy")
-    return (
-        f"loss {record['loss']:.4f}  grad norm {record['grad_norm']:.3f}  "
-        f"{record['tokens_per_s']:,.0f} {unit}/s"
-    ) + ("" if accuracy is None else f"  val accuracy {accuracy:.1%}")
+    norm = f"grad norm {record['grad_norm']:.3f}"
+    if record.get("skipped"):
+        norm = f"skipped (overflow at loss scale {record['loss_scale']:g})"
+    return (f"loss {record['loss']:.4f}  {norm}  {record['tokens_per_s']:,.0f} {unit}/s") + (
+        "" if accuracy is None else f"  val accuracy {accuracy:.1%}"
+    )
 
 
 class _Lines:
