@@ -65,9 +65,13 @@ class BlockwiseMean:
     def finish(self) -> None:
         """Wait for the means and put them into the tensors."""
         chunks, layout = self._exchange.chunks, self._layout
-        codes, scales = chunks.read(self._exchange.wait(), chunks.step)
-        flat = chunks.codec.decompress(
-            codes.view(-1), scales.view(-1), layout.padded_numel, layout.block_size
-        )
-        for tensor, at in zip(self._tensors, layout.offsets, strict=True):
-            tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
+        codec, block = chunks.codec, layout.block_size
+        codes, scales = (t.view(-1) for t in chunks.read(self._exchange.wait(), chunks.step))
+        for tensor, at, blocks in zip(self._tensors, layout.offsets, layout.blocks, strict=True):
+            numel, first = tensor.numel(), codec.code_bytes(at)
+            part = codes[first : first + codec.code_bytes(numel)]
+            part_scales = scales[at // block : at // block + blocks]
+            if tensor.dtype == torch.float32 and tensor.is_contiguous():
+                codec.decompress_into(part, part_scales, block, tensor)
+            else:
+                tensor.copy_(codec.decompress(part, part_scales, numel, block).view_as(tensor))

@@ -134,11 +134,8 @@ class ReplicaAllReduce:
             return
         if self.errors is None:
             self.errors = ErrorState.zeros(reduce_output.numel(), self.group, reduce_output.device)
-        mean = compressed_all_reduce(
-            reduce_output, self.errors, self.group, self.codec, block_size=self.block_size
-        )
-        assert isinstance(mean, Tensor)
-        reduce_output.copy_(mean)
+        how = {"block_size": self.block_size, "out": reduce_output}
+        compressed_all_reduce(reduce_output, self.errors, self.group, self.codec, **how)
 
 
 def compress_reduce_scatter(
