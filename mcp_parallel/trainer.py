@@ -79,6 +79,7 @@ class Trainer:
         A stop that any rank was asked for ends the step in flight, writes a checkpoint and returns
         ``STOPPED``. A loss or gradient that is not finite returns ``DIVERGED``: the step is not
         applied, nothing is saved, and the last good checkpoint is named with the way on from it.
+        Where loss scaling can go lower, such a step is skipped instead and training goes on.
         """
         status = OK
         while self.step < self.config.train.steps:
