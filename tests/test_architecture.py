@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,11 @@ FORBIDDEN_CALLS = ["torch.load", "yaml.load", "yaml.unsafe_load", "eval", "exec"
 
 def python_files():
     return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+@cache
+def parsed(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def relative(path):
@@ -114,7 +120,7 @@ def call_faults(path, tree):
 def test_no_file_breaks_the_rules(find_faults):
     faults = []
     for path in python_files():
-        faults += find_faults(path, ast.parse(path.read_text(encoding="utf-8")))
+        faults += find_faults(path, parsed(path))
     assert not faults, "\n".join(faults)
 
 

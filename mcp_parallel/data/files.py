@@ -6,6 +6,7 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -65,8 +66,9 @@ def text_files(folder: Path) -> Iterator[TextFile]:
             yield TextFile(path.relative_to(folder).as_posix(), path, entry.st_size)
 
 
+@cache
 def stdlib_folder() -> Path:
-    """Where this Python keeps its standard library."""
+    """Where this Python keeps its standard library; found out once, for it takes a millisecond."""
     return Path(sysconfig.get_path("stdlib"))
 
 

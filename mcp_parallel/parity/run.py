@@ -7,6 +7,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from mcp_parallel.config import Config
@@ -18,6 +19,9 @@ from mcp_parallel.parity.measure import Measurement, Meshes, measure
 from mcp_parallel.parity.verdict import Row, judge
 
 _COLUMNS = f"{'layout':34} {'':5} {'loss diff':>10} {'norm diff':>10} {'update diff':>11}"
+
+# A key of the store for each call: all ranks make the same calls.
+_folders = count()
 
 
 def run_matrix(
@@ -48,9 +52,10 @@ def run_matrix(
 
 def _shared_folder(context: RankContext) -> Path:
     """A new folder, the same on all ranks, which are on this machine."""
+    key = f"parity-folder-{next(_folders)}"
     if context.rank == 0:
-        context.store.set("parity-folder", tempfile.mkdtemp(prefix="parity-"))
-    return Path(context.store.get("parity-folder").decode())
+        context.store.set(key, tempfile.mkdtemp(prefix="parity-"))
+    return Path(context.store.get(key).decode())
 
 
 def _run(
