@@ -109,6 +109,7 @@ def test_constants_are_those_of_what_is_replayed():
     assert kept.BLOCK_SIZE == formats.BLOCK_SIZE
     assert head_loss._CHUNK_BYTES["cpu"] == ends.CHUNK_BYTES
     assert head_loss._MIN_ROWS["cpu"] == ends.MIN_ROWS
+    assert head_loss._SMALL_BYTES == ends.SMALL_BYTES
     assert estimate.NARROW_HEAD == rotary.NARROW_HEAD
     assert weights.SMALLEST_FILE == lower_tier.SMALLEST_FILE
 

@@ -11,6 +11,7 @@ from mcp_parallel.memory.sizes import Sizes
 # As in parallel/head_loss.py; a test holds them together.
 CHUNK_BYTES = 16 * 2**20
 MIN_ROWS = 128
+SMALL_BYTES = 4 * 2**20
 _INDEX_BYTES = 8
 
 
@@ -40,9 +41,26 @@ class HeadPass:
             return normed
         return ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
 
+    @property
+    def _is_small(self) -> bool:
+        """Logits go through torch's own ops, whole."""
+        s = self.sizes
+        num_bytes = s.tokens * s.vocab * s.compute_bytes
+        return s.tp == 1 and s.compute_bytes >= 4 and num_bytes <= SMALL_BYTES
+
+    def _logits(self) -> Memory:
+        return self.ledger.new(
+            self.sizes.tokens * self.sizes.vocab * self.sizes.compute_bytes, "logits"
+        )
+
     def loss(self, normed: Memory) -> None:
-        """The loss, and what it keeps: both gradients, or its input."""
+        """The loss, and what it keeps: both gradients, its input, or probabilities as well."""
         s, ledger = self.sizes, self.ledger
+        if self._is_small:
+            logits = self._logits()
+            self._kept = [ledger.hold(normed), self._logits()]
+            ledger.drop(logits)
+            return
         whole = s.compute_bytes * s.tokens * s.hidden
         x = ledger.new(whole) if s.sequence_parallel else ledger.hold(normed)
         self._kept: list[Memory] = []
@@ -77,7 +95,8 @@ class HeadPass:
             give: as for a block.
         """
         s, ledger = self.sizes, self.ledger
-        elements = s.cut_tokens * s.hidden
+        if self._is_small:
+            return self._small_backward(give_kept, give)
         if self.recompute:
             x, statistics = self._kept
             self._kept = [ledger.new(s.compute_bytes * s.tokens * s.hidden)]
@@ -87,9 +106,25 @@ class HeadPass:
         ledger.drop(dw)
         give_kept("head", s.vocab * s.hidden)
         if s.sequence_parallel:
-            part = ledger.new(s.compute_bytes * elements)
+            part = ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
             ledger.drop(d_x)
             d_x = part
+        return self._norm_backward(d_x, give)
+
+    def _small_backward(self, give_kept: GiveGradient, give: GiveGradient) -> Memory:
+        s, ledger = self.sizes, self.ledger
+        normed, log_softmax = self._kept
+        d_log_softmax = self._logits()
+        d_logits = self._logits()
+        ledger.drop(d_log_softmax, log_softmax)
+        d_x = ledger.new(s.compute_bytes * s.tokens * s.hidden)
+        give_kept("head", s.vocab * s.hidden)
+        ledger.drop(d_logits, normed)
+        return self._norm_backward(d_x, give)
+
+    def _norm_backward(self, d_x: Memory, give: GiveGradient) -> Memory:
+        s, ledger = self.sizes, self.ledger
+        elements = s.cut_tokens * s.hidden
         if s.compute_bytes < 4:
             wide = [ledger.new(4 * elements) for _ in range(3)]
             d_x0 = ledger.new(s.compute_bytes * elements)
