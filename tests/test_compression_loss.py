@@ -15,14 +15,15 @@ from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.step import TrainingStep
 
-STEPS, LAST = 200, 20
+STEPS, LAST = 60, 10
 # Of the mean loss of the last steps. What is gained or lost by chance: two float32 runs that differ
 # in the order of one sum end within 0.1 % of each other.
 LIMITS = {"bf16": 0.005, "int8": 0.005, "fp8": 0.02}
 
 
 def final_loss(compression):
-    base = Config.from_mapping({"model": {"preset": "tiny"}, "train": {"steps": STEPS}})
+    train = {"steps": STEPS, "global_batch_size": 8}
+    base = Config.from_mapping({"model": {"preset": "tiny"}, "train": train})
     memory = replace(base.memory, activation_compression=compression)
     config = replace(base, memory=memory)
     mesh = build_mesh(Layout(), torch.device("cpu"))
@@ -42,7 +43,7 @@ def final_loss(compression):
 @pytest.mark.slow
 def test_final_losses_are_those_of_an_uncompressed_run(record_property):
     first, plain = final_loss("none")
-    assert plain < 0.6 * first  # it learned
+    assert plain < 0.7 * first  # it learned
     for compression, limit in LIMITS.items():
         got_first, got = final_loss(compression)
         assert got_first == first
