@@ -16,9 +16,9 @@ from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.step import TrainingStep
 
 STEPS, LAST = 60, 10
-# Of the mean loss of the last steps. What is gained or lost by chance: two float32 runs that differ
-# in the order of one sum end within 0.1 % of each other.
-LIMITS = {"bf16": 0.005, "int8": 0.005, "fp8": 0.02}
+# Of the mean loss of the last steps. Rounding differences of any size, bf16's as well as fp8's 16
+# times larger ones, send so short a run another way by some tenths of a percent, up or down.
+LIMITS = {"bf16": 0.015, "int8": 0.005, "fp8": 0.015}
 
 
 def final_loss(compression):
