@@ -99,8 +99,8 @@ def test_finding_a_command_imports_no_torch():
 def test_an_unknown_command_names_the_nearest(capsys, word, hint):
     assert main.main([word, "--dp", "2"]) == 2
     assert capsys.readouterr().err == (
-        "mcp-parallel: COMMAND must be one of train, check, parity, plan, doctor, generate, got "
-        f"'{word}'; {hint}\n"
+        "mcp-parallel: COMMAND must be one of train, check, parity, plan, data, doctor, generate, "
+        f"got '{word}'; {hint}\n"
     )
 
 
