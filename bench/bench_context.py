@@ -114,7 +114,7 @@ def measure_attention(cp: int, length: int, rounds: int) -> dict[str, list[float
             mine = [t.clone().requires_grad_() for t in (q, k, v)]
             dist.barrier()
             start = time.perf_counter()
-            attends[kind](*mine).backward(dout)
+            attends[kind](mine[0], mine[1], mine[2]).backward(dout)
             spent = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
             dist.all_reduce(spent, op=dist.ReduceOp.MAX)
             if turn:  # the first connects the ranks
