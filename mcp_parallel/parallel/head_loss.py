@@ -283,6 +283,7 @@ class _HeadLoss(torch.autograd.Function):
                 grads.add(_softmax_to_gradient_(z, share, early, chunk), chunk)
             elif any(needs):
                 kept.append(whole[:2])
+            del z  # or it would still be there while the next chunk's is made
         if kept:
             ctx.early, ctx.vocab_start = early, vocab_start
             ctx.save_for_backward(x, weight, targets, torch.cat(kept, 1))
@@ -318,4 +319,5 @@ def _recomputed(ctx: Any) -> _Gradients:
         exp = _logits(chunk, weight).sub_(top[:, None]).exp_()
         share = exp_sum.reciprocal()
         grads.add(_softmax_to_gradient_(exp, share, ctx.early, chunk), chunk)
+        del exp
     return grads
