@@ -327,6 +327,12 @@ def test_table_names_what_would_run(capsys):
     assert "  num_layers: 5\n" in config_text
 
 
+def test_table_shows_groups_of_replicas(capsys):
+    flags = ["--dp", "4", "--zero", "3", "--set", "parallel.dp_replicate=2"]
+    assert run_check(*flags) == OK
+    assert "zero 3 in 2 groups of dp 2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("text", ["x", "-1", "1.5", "", "\u0663"])
 def test_world_size_is_a_number(capsys, text):
     assert run_check(f"--world-size={text}") == BAD_CONFIG

@@ -130,9 +130,11 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         f"{model.num_heads} heads ({model.num_kv_heads} kv), {summary['parameters']:,} parameters"
     )
     cp = f" * cp {parallel.cp}" if parallel.cp > 1 else ""
+    groups = parallel.dp_replicate
+    replicas = f" in {groups} groups of dp {parallel.dp // groups}" if groups > 1 else ""
     ranks = (
         f"{summary['world_size']} ranks = dp {parallel.dp} * tp {parallel.tp} * pp {parallel.pp}"
-        f"{cp}, zero {parallel.zero}, schedule {parallel.schedule}"
+        f"{cp}, zero {parallel.zero}{replicas}, schedule {parallel.schedule}"
     )
     unit = traits_of(model).position
     samples = (
