@@ -199,6 +199,7 @@ def storages():
             issubclass(type(thing), torch.Tensor)
             and thing.is_floating_point()
             and not thing.is_meta
+            and thing.layout == torch.strided
         ):
             for tensor in (thing, getattr(thing, "grad", None) if thing.is_leaf else None):
                 if tensor is not None:

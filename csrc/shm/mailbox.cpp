@@ -101,6 +101,10 @@ void Mailbox::wait(const std::shared_ptr<Transfer>& transfer, double timeout_s) 
 
 bool Mailbox::progress() {
   if (num_open_ == 0) return false;
+  if (is_broken_) {
+    group_->throw_if_dead();
+    return false;
+  }
   bool moved = false;
   for (int peer = 0; peer < group_->world(); ++peer) {
     const bool sent = !sends_[peer].empty() && progress_sends(peer);
@@ -217,6 +221,7 @@ std::shared_ptr<Transfer> Mailbox::match(int peer, const Envelope& envelope) {
   if (found == receives_.end()) return nullptr;
   const std::shared_ptr<Transfer> target = *found;
   if (target->bytes != envelope.bytes) {
+    is_broken_ = true;
     group_->fail(describe(*target) + ": rank " + std::to_string(peer) + " sends " +
                  std::to_string(envelope.bytes) + " bytes to rank " +
                  std::to_string(group_->rank()) + ", which expects " +

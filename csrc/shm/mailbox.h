@@ -97,6 +97,8 @@ class Mailbox {
   size_t num_open_ = 0;
   uint64_t num_sends_ = 0;
   uint64_t num_receives_ = 0;
+  // A message had another size than its receive: what follows in the ring is no envelope.
+  bool is_broken_ = false;
   bool stopping_ = false;
   std::condition_variable work_;  // for the thread, when there is some again
   std::unique_ptr<std::thread> thread_;

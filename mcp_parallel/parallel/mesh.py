@@ -13,6 +13,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from mcp_parallel.layout import Coordinate, Layout
 
@@ -82,6 +83,9 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
     rank = dist.get_rank() if dist.is_initialized() else 0
     if size == 1:
         return Mesh(layout, layout.coordinate(0), device, None, None) if rank == 0 else None
+    # torch remembers what ops on DTensors give by shapes and ranks, their mesh with it: after a
+    # second init_process_group even ``detach`` would give the first one's, whose groups are gone.
+    _clear_sharding_prop_cache()
     world = dist.group.WORLD
     if size != dist.get_world_size():
         world = cast("dist.ProcessGroup", dist.new_group(list(range(size))))
