@@ -229,10 +229,12 @@ def test_layouts_are_suggested_wherever_one_would_do(command):
     assert counts["--set train.lr=nan"] == []
 
 
-@pytest.mark.parametrize("row", BAD[:: len(BAD) // 12], ids=IDS[:: len(BAD) // 12])
+# Every few rows of those that train takes too: --world-size is a flag of check alone.
+FOR_TRAIN = [row for row in BAD if "--world-size" not in row[0]][:: len(BAD) // 12]
+
+
+@pytest.mark.parametrize("row", FOR_TRAIN, ids=[row[0][:60] for row in FOR_TRAIN])
 def test_train_refuses_before_a_rank_starts(command, row):
-    if "--world-size" in row[0]:
-        pytest.skip("a flag of check alone")
     status, result = command("train", words_of(row))
     assert status == BAD_CONFIG
     assert result["problems"] == command("check", words_of(row))[1]["problems"]

@@ -93,15 +93,7 @@ def on_shm(
     if space is None:
         return reference(*args)
     ys = [x.new_empty(*shape[:-1], weight.shape[0]) for weight in weights]
-
-    def multiply(rows: Tensor, begin: int, end: int) -> None:
-        for number, (y, weight) in enumerate(zip(ys, weights, strict=True)):
-            into = y.view(rows.shape[0], weight.shape[0])[begin:end]
-            if biases:
-                torch.addmm(biases[number], rows[begin:end], weight.t(), out=into)
-            else:
-                torch.mm(rows[begin:end], weight.t(), out=into)
-
+    multiply = _overlap.multiply_rows(ys, weights, biases)
     local = x.shape[gather_dim]
     if gather_size is None:
         sizes = [local] * space.world

@@ -165,7 +165,7 @@ def multiply_rows(
 
     def take(rows: Tensor, first: int, last: int) -> None:
         for number, (y, weight) in enumerate(zip(ys, weights, strict=True)):
-            into = y.view(-1, weight.shape[0])[first:last]
+            into = y.view(rows.shape[0], weight.shape[0])[first:last]
             _product(rows[first:last], weight, biases[number] if biases else None, into)
 
     return take
