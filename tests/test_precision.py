@@ -204,7 +204,9 @@ def storages():
             for tensor in (thing, getattr(thing, "grad", None) if thing.is_leaf else None):
                 if tensor is not None:
                     storage = local_part(tensor.detach()).untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
+                    # A fake tensor that a trace left behind calls itself a CPU tensor.
+                    if storage.device.type == "cpu":
+                        found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
 
