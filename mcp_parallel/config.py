@@ -150,10 +150,21 @@ class DataConfig:
     """
 
     path: str | None = None
-    """A text file, a folder of them (both read as bytes), or a token file ``.bin``; with vit
-    ``digits``, which null is too."""
+    """A text file, a folder of them (both read as bytes), or a token file ``.bin``, which may be a
+    URL (``s3://``, ``hdfs://``, ``memory://``); with vit ``digits``, which null is too."""
+    mixture: str | None = None
+    """Several sources in place of path, each after its share of the samples:
+    ``0.7 web/tokens.bin, 0.3 code/tokens.bin``. Shares have at most 4 decimals and sum to 1."""
     seed: int = 0
-    """Seed of the order of samples."""
+    """Seed of the order of samples, and of the order in which a mixture takes its sources."""
+    validation_share: float = 0.0
+    """Part of the documents, the last ones of each source, that is kept out of training and
+    measured instead (see monitor.validate_every); text only."""
+    validation_path: str | None = None
+    """Text to measure in place of a share of the training data; named as path is."""
+    verify: Literal["read", "all", "size"] = "read"
+    """How a token file is compared with the checksums of its index.json: each block when a process
+    first reads it, every byte before training starts, or its size alone."""
     document_masking: bool = False
     """Attention stays within documents: files of text, and what document_separator ends. Positions
     and targets go on through them."""
@@ -204,6 +215,8 @@ class MonitorConfig:
     validate_every: int = 100
     """Steps between two passes over the data's validation part, where it has one; the last step
     always makes one, and is the only one with 0."""
+    validate_batches: int = 50
+    """Most batches of such a pass over text; which samples they hold is the same every time."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
     activations: bool = False

@@ -152,7 +152,8 @@ def test_a_key_that_is_no_word_is_unknown():
 def test_a_key_like_no_other_lists_the_table():
     problem = problem_of(lambda: Config.from_mapping({"data": {"xyzzy": 1}}))
     assert problem.endswith(
-        "the keys of data are path, seed, document_masking and document_separator"
+        "the keys of data are path, mixture, seed, validation_share, validation_path, verify, "
+        "document_masking and document_separator"
     )
 
 

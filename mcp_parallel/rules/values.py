@@ -68,11 +68,13 @@ BOUNDS: dict[str, Bound] = {
     "amp.grad_scaler.growth_interval": _STEPS,
     "data.seed": _SEED,
     "data.document_separator": Bound(0, (1 << 24) - 1),
+    "data.validation_share": Bound(0.0, 0.5),
     "checkpoint.every": Bound(0, 10**9),
     "checkpoint.keep": Bound(1, 10**6),
     "checkpoint.replicas": Bound(1, 100),
     "monitor.every": _STEPS,
     "monitor.validate_every": Bound(0, 10**9),
+    "monitor.validate_batches": _STEPS,
 }
 
 # Keys whose other values the configuration already knows and this version does not run.
