@@ -7,7 +7,7 @@ collective makes of them is the cost model's business (``links.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from mcp_parallel.errors import ConfigError, joined, shown
 
@@ -37,18 +37,35 @@ class Hardware:
     """Of one step of a collective within a domain."""
     network_latency_s: float = 10e-6
     """Of one step between domains."""
-    op_overhead_s: float = 5e-6
+    op_overhead_s: float = 3e-6
     """Of one operation, whatever its size: launch and drain of a kernel."""
+    overlap_slowdown: float = 0.15
+    """Time that a second of communication takes from computation beside it: its kernels hold some
+    of the processors (NCCL: 16 to 24 of an H100's 132). 1 where ranks have no engine for it: on a
+    CPU nothing is hidden."""
     matmul_efficiency: float = 0.75
     """Part of the peak that large matmuls and attention reach inside a training step, with all that
     is not counted on its own. The one constant that is fitted (``validate.py``)."""
-    half_efficiency_rows: float = 512.0
-    """Size of a matmul's smallest side that reaches half of what a large one does, see
-    ``roofline.py``."""
+    half_efficiency_side: float = 192.0
+    """A matmul whose smallest side is this reaches half of what a large one does: about a tile of
+    fill and drain (``roofline.py``). In narrower formats it grows as their peak does."""
     source: str = ""
     """Where the figures are from."""
-    notes: Mapping[str, str] = field(default_factory=dict)
-    """Field -> what a reader should know of it."""
+
+    def peak(self, precision: str) -> float:
+        """FLOP/s in a number format.
+
+        Raises:
+            ConfigError: the hardware has no such format.
+        """
+        found = self.peak_flops.get(precision)
+        if found is None:
+            problem = (
+                f"plan: train.precision must be {joined(self.peak_flops)} on {self.name}, got "
+                f"{shown(precision)}; use bf16"
+            )
+            raise ConfigError([problem])
+        return found
 
 
 def _with_half_formats(bf16: float, fp8: float | None, fp32: float) -> dict[str, float]:
@@ -108,12 +125,22 @@ _GB200 = Hardware(
     "and 8 TB/s a GPU; NVLink 1.8 TB/s both ways; one 400 Gb/s port a GPU)",
 )
 
+_GB300 = replace(
+    _GB200,
+    name="GB300 NVL72",
+    memory_bytes=279 * GB,
+    network_bytes_per_s=100 * GB,
+    source="NVIDIA GB300 NVL72 data sheet (fp8 and bf16 dense peaks as GB200's; 279 GB and 8 TB/s "
+    "a GPU; one 800 Gb/s port a GPU)",
+)
+
 HARDWARE: Mapping[str, Hardware] = {
     "a100": _A100,
     "h100": _H100,
     "h200": _H200,
     "b200": _B200,
     "gb200": _GB200,
+    "gb300": _GB300,
 }
 """By the name that ``--gpu`` takes."""
 

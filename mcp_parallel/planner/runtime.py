@@ -1,0 +1,48 @@
+"""What the trainer that runs a layout does with memory and links. No torch.
+
+The same layout takes different memory and time in different trainers. ``OURS`` is what a plan for
+this package assumes, and ``memory.py`` is tested against its estimator; the others stand for the
+systems whose published runs ``validate.py`` predicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runtime:
+    """Properties of a trainer."""
+
+    name: str
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    """ZeRO stages it has without a pipeline."""
+    pipeline_zero: tuple[int, ...] = (0, 1)
+    """And with one."""
+    has_context: bool = True
+    """Whether sequences can be split over ranks."""
+    has_interleaved: bool = True
+    """Whether a pipeline rank can hold several stages."""
+    tp_overlap: float = 0.0
+    """Part of the tensor-parallel collectives that runs beside a matmul."""
+    cp_overlaps: bool = False
+    """Whether keys and values travel while attention works."""
+    dp_overlaps: bool = True
+    """Whether gradients are reduced while the last backward pass goes on, and so on."""
+    saves_gathered: bool = True
+    """Whether a block keeps its gathered inputs for the backward pass, or gathers them again."""
+    keeps_messages: bool = True
+    """Whether a pipeline's buffers live until the end of the step."""
+    splits_logits: bool = True
+    """Whether the loss goes through the vocabulary's logits a part at a time."""
+    whole_gradient_bytes: Mapping[int, float] | None = None
+    """ZeRO stage -> bytes an element of gradients that are kept whole between micro-batches; None
+    is the activations' format."""
+    has_master_shard: bool = True
+    """Whether ZeRO's shards are of fp32 weights alone, not of 16-bit ones beside them."""
+    reduce_bytes: int = 4
+    """Of a gradient on the wire."""
+
+
+OURS = Runtime(name="mcp_parallel")
