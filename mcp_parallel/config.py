@@ -219,8 +219,18 @@ class MonitorConfig:
     """Most batches of such a pass over text; which samples they hold is the same every time."""
     tensorboard: bool = True
     """Also write TensorBoard events."""
-    activations: bool = False
-    """Record statistics of activations."""
+    activations: bool = True
+    """Record statistics of activations in the steps that health_every divides."""
+    health_every: int = 20
+    """Steps between two looks at gradients, updates and activations of each layer and at each
+    rank's memory; 0 never looks."""
+    straggler_factor: float = 1.5
+    """A rank whose own work takes more than this times its peers' median is named."""
+    straggler_steps: int = 20
+    """Steps over which that is judged, by each rank's median."""
+    peak_tflops: float | None = None
+    """What one rank's hardware can do at most, for MFU; null knows common GPUs by their name and
+    measures a CPU by a matmul at the start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from mcp_parallel import check
 from mcp_parallel.cli import check as check_command
 from mcp_parallel.config import Config, ModelConfig, TrainConfig
 from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
-from mcp_parallel.rules.values import BOUNDS, value_of
+from mcp_parallel.rules.values import BOUNDS
 
 # --- what is refused -----------------------------------------------------------------------------
 
@@ -97,7 +97,10 @@ BAD = [
     ("--set checkpoint.async=true", "checkpoint.async", "true"),
     ("--set checkpoint.replicas=2", "checkpoint.replicas", "2"),
     ("--set checkpoint.keep=0", "checkpoint.keep", "0"),
-    ("--set monitor.activations=true", "monitor.activations", "true"),
+    ("--set monitor.health_every=-1", "monitor.health_every", "-1"),
+    ("--set monitor.straggler_factor=1", "monitor.straggler_factor", "1.0"),
+    ("--set monitor.straggler_steps=2", "monitor.straggler_steps", "2"),
+    ("--set monitor.peak_tflops=0", "monitor.peak_tflops", "0.0"),
     ("--set monitor.every=0", "monitor.every", "0"),
     (f"--set data.path={MISSING}", "data.path", f"'{MISSING}'"),
     ("--set data.path=/dev/null", "data.path", "'/dev/null'"),
@@ -171,7 +174,7 @@ def test_all_problems_are_told_at_once():
 def test_each_number_is_refused_just_outside_its_range_only(key):
     bound = BOUNDS[key]
     name = f"range {key}"
-    is_float = isinstance(value_of(Config(), key), float)
+    is_float = isinstance(bound.low, float)
     below = math.nextafter(bound.low, -math.inf) if is_float else int(bound.low) - 1
     above = math.nextafter(bound.high, math.inf) if is_float else int(bound.high) + 1
     for value in (below, above, -(10**18), 10**18):

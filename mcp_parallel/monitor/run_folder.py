@@ -1,7 +1,8 @@
 """The folder of one run: its paths, its name, and the lock that keeps a second run out. No torch.
 
 config.yaml         the resolved configuration, layout included
-metrics.jsonl       one object a step
+metrics.jsonl       one object a step (fields.py)
+verdicts.jsonl      one object for each thing that left its healthy range
 tensorboard/        the same as TensorBoard events
 checkpoints/        step_XXXXXXXX folders
 profile/            traces of --profile, one a rank
@@ -45,6 +46,11 @@ class RunFolder:
     def metrics_file(self) -> Path:
         """One JSON object a line and step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def verdicts_file(self) -> Path:
+        """One JSON object a line and verdict."""
+        return self.path / "verdicts.jsonl"
 
     @property
     def tensorboard_dir(self) -> Path:

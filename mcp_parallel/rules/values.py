@@ -75,13 +75,17 @@ BOUNDS: dict[str, Bound] = {
     "monitor.every": _STEPS,
     "monitor.validate_every": Bound(0, 10**9),
     "monitor.validate_batches": _STEPS,
+    "monitor.health_every": Bound(0, 10**9),
+    # Below 1 the median itself would be a straggler.
+    "monitor.straggler_factor": Bound(1.0, 1e6, above=True),
+    "monitor.straggler_steps": Bound(3, 10_000),
+    "monitor.peak_tflops": Bound(0.0, 1e9, above=True),
 }
 
 # Keys whose other values the configuration already knows and this version does not run.
 _HERE: dict[str, tuple[Any, ...]] = {
     "checkpoint.replicas": (1,),
     "checkpoint.async": (False,),
-    "monitor.activations": (False,),
 }
 
 
