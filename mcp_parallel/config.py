@@ -20,6 +20,7 @@ from mcp_parallel.config_amp import (
 from mcp_parallel.errors import ConfigError
 
 CpAttention = Literal["ring", "all_gather"]
+RankOrder = Literal["dp-pp-cp-tp", "pp-dp-cp-tp"]
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv", "dualpipev"]
 FamilyName = Literal["llama", "vit"]
 
@@ -101,6 +102,13 @@ class ParallelConfig:
     sequence_parallel: bool = True
     """Shard the norms' activations along the sequence over tp, which need not divide it; no effect
     with tp = 1."""
+    rank_order: RankOrder = "dp-pp-cp-tp"
+    """How ranks are numbered, the axis whose ranks are farthest apart first: replicas apart, or
+    stages apart. tp ranks are neighbours in both. Losses, gradients and checkpoints are the same in
+    both."""
+    link_domain: int = 0
+    """Consecutive ranks that a fast link joins (NVLink, shared memory), within which tp groups must
+    stay; 0 is the ranks of one host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

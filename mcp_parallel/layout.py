@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
-from mcp_parallel.config import CpAttention, ParallelConfig, Schedule
+from mcp_parallel.config import CpAttention, ParallelConfig, RankOrder, Schedule
 from mcp_parallel.schedules.action import V_SHAPED, owner_of, stage_of
 
 
@@ -32,6 +34,7 @@ class Layout:
     sequence_parallel: bool = True
     dp_replicate: int = 1
     cp_attention: CpAttention = "all_gather"
+    rank_order: RankOrder = "dp-pp-cp-tp"
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
@@ -47,6 +50,7 @@ class Layout:
             sequence_parallel=parallel.sequence_parallel,
             dp_replicate=parallel.dp_replicate,
             cp_attention=parallel.cp_attention,
+            rank_order=parallel.rank_order,
         )
 
     @property
@@ -94,15 +98,48 @@ class Layout:
         return [stage_of(self.schedule, self.pp, pp, chunk) for chunk in chunks]
 
     def coordinate(self, rank: int) -> Coordinate:
-        """Mesh place of ``rank``: tp varies fastest (neighbours), then cp, dp, and pp slowest."""
+        """Mesh place of ``rank``: tp varies fastest (neighbours), then cp.
+
+        Then pp, and dp slowest, or the other way round: as ``rank_order`` says.
+        """
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
-        pp, dp = divmod(rest, self.dp)
+        if self._is_dp_outermost:
+            dp, pp = divmod(rest, self.pp)
+        else:
+            pp, dp = divmod(rest, self.dp)
         return Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
 
     def rank_of(self, place: Coordinate) -> int:
         """The rank at a mesh place; the inverse of ``coordinate``."""
+        if self._is_dp_outermost:
+            pair = place.dp * self.pp + place.pp
+        else:
+            pair = place.pp * self.dp + place.dp
+        return (pair * self.cp + place.cp) * self.tp + place.tp
+
+    @property
+    def _is_dp_outermost(self) -> bool:
+        return self.rank_order == "dp-pp-cp-tp"
+
+    def places(self) -> Iterator[Coordinate]:
+        """Every mesh place, in the order (pp, dp, cp, tp) whatever the order of ranks."""
+        axes = (range(self.pp), range(self.dp), range(self.cp), range(self.tp))
+        for pp, dp, cp, tp in product(*axes):
+            yield Coordinate(pp=pp, dp=dp, cp=cp, tp=tp)
+
+    def place_index(self, place: Coordinate) -> int:
+        """Index of a place in ``places``: the same for both orders of ranks."""
         return ((place.pp * self.dp + place.dp) * self.cp + place.cp) * self.tp + place.tp
+
+    def ranks_at_stage(self, pp: int) -> list[list[int]]:
+        """The ranks at pipeline rank ``pp`` as runs ``[first, past the last]``, rising."""
+        each = self.cp * self.tp
+        if not self._is_dp_outermost or self.pp == 1:
+            first = pp * self.dp * each
+            return [[first, first + self.dp * each]]
+        firsts = ((dp * self.pp + pp) * each for dp in range(self.dp))
+        return [[first, first + each] for first in firsts]
 
     def data_index(self, place: Coordinate) -> int:
         """Index of a place among the ``dp_cp`` ranks that share its parameters."""

@@ -309,7 +309,10 @@ def test_json_of_a_legal_config(capsys):
     assert result["tokens_per_step"] == 16 * 128
     assert result["parameters"] == 803_968
     assert [stage["layers"] for stage in result["stages"]] == [[0, 1], [1, 2], [2, 3], [3, 4]]
-    assert [stage["ranks"] for stage in result["stages"]] == [[0, 4], [4, 8], [0, 4], [4, 8]]
+    assert [stage["ranks"] for stage in result["stages"]] == [
+        [[0, 2], [4, 6]],
+        [[2, 4], [6, 8]],
+    ] * 2
 
 
 def test_json_of_a_refused_config(capsys):

@@ -13,17 +13,32 @@ from mcp_parallel.layout import Layout, split_dim, split_layers
 DEGREES = [(1, 1, 1, 1), (2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 2, 1), (1, 1, 1, 2), (2, 3, 4, 5)]
 
 
+ORDERS = ("dp-pp-cp-tp", "pp-dp-cp-tp")
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dp, tp, pp, cp", DEGREES)
-def test_each_rank_has_a_place_of_its_own(dp, tp, pp, cp):
-    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp)
+def test_ranks_are_numbered_in_the_order_that_is_named(dp, tp, pp, cp, order):
+    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, rank_order=order)
     places = [layout.coordinate(rank) for rank in range(layout.world_size)]
-    every = itertools.product(range(pp), range(dp), range(cp), range(tp))
-    assert [(place.pp, place.dp, place.cp, place.tp) for place in places] == list(every)
+    axes = order.split("-")
+    every = itertools.product(*(range(getattr(layout, axis)) for axis in axes))
+    assert [tuple(getattr(place, axis) for axis in axes) for place in places] == list(every)
     assert [layout.rank_of(place) for place in places] == list(range(layout.world_size))
 
 
-def test_ranks_that_share_parameters_are_numbered_through():
-    layout = Layout(dp=2, tp=2, pp=2, cp=3)
+@pytest.mark.parametrize("order", ORDERS)
+def test_places_have_one_order_whatever_the_ranks_have(order):
+    layout = Layout(dp=2, tp=3, pp=4, cp=5, rank_order=order)
+    places = list(layout.places())
+    every = itertools.product(range(4), range(2), range(5), range(3))
+    assert [(place.pp, place.dp, place.cp, place.tp) for place in places] == list(every)
+    assert [layout.place_index(place) for place in places] == list(range(layout.world_size))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_ranks_that_share_parameters_are_numbered_through(order):
+    layout = Layout(dp=2, tp=2, pp=2, cp=3, rank_order=order)
     places = [layout.coordinate(rank) for rank in range(layout.world_size)]
     assert layout.dp_cp == 6
     for pp, tp in itertools.product(range(2), range(2)):
@@ -31,10 +46,22 @@ def test_ranks_that_share_parameters_are_numbered_through():
         assert [layout.data_index(place) for place in line] == list(range(6))
 
 
-def test_tensor_ranks_are_neighbours_and_stages_are_far():
-    layout = Layout(dp=2, tp=2, pp=2)
-    assert layout.coordinate(0).tp != layout.coordinate(1).tp
-    assert {layout.coordinate(rank).pp for rank in range(4)} == {0}
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("dp, tp, pp, cp", DEGREES)
+def test_the_runs_of_a_stage_are_its_ranks(dp, tp, pp, cp, order):
+    layout = Layout(dp=dp, tp=tp, pp=pp, cp=cp, rank_order=order)
+    for stage in range(pp):
+        ranks = [
+            rank for first, past in layout.ranks_at_stage(stage) for rank in range(first, past)
+        ]
+        every = range(layout.world_size)
+        assert ranks == [rank for rank in every if layout.coordinate(rank).pp == stage]
+
+
+def test_replicas_are_farthest_apart_unless_asked_otherwise():
+    assert {Layout(dp=2, tp=2, pp=2).coordinate(rank).dp for rank in range(4)} == {0}
+    stages_apart = Layout(dp=2, tp=2, pp=2, rank_order="pp-dp-cp-tp")
+    assert {stages_apart.coordinate(rank).pp for rank in range(4)} == {0}
 
 
 def test_layout_takes_every_degree_of_its_table():
@@ -47,6 +74,7 @@ def test_layout_takes_every_degree_of_its_table():
         schedule="interleaved",
         virtual_stages=5,
         sequence_parallel=False,
+        rank_order="pp-dp-cp-tp",
     )
     layout = Layout.from_config(parallel)
     for field in (
@@ -58,6 +86,7 @@ def test_layout_takes_every_degree_of_its_table():
         "schedule",
         "virtual_stages",
         "sequence_parallel",
+        "rank_order",
     ):
         assert getattr(layout, field) == getattr(parallel, field)
     assert layout.world_size == 48

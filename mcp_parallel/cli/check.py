@@ -17,6 +17,8 @@ from mcp_parallel.presets import num_parameters
 
 _SHOWN_STAGES = 32
 """Lines of stages in the table; JSON has them all."""
+_SHOWN_RUNS = 8
+"""Runs of ranks in such a line."""
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -70,21 +72,20 @@ def summarize(config: Config) -> dict[str, Any]:
     Returns:
         ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step),
         ``tokens_per_step``, and ``stages``: for each its ``layers`` ``[first, past the last]``,
-        the ``pp_rank`` that holds it and the global ``ranks`` ``[first, past the last]``;
+        the ``pp_rank`` that holds it and the global ``ranks``, runs of them
+        ``[first, past the last]``;
         ``memory``: for each pipeline rank its predicted ``peak_bytes`` and, at the peak, bytes of
         each of its ``parts``; None where the run is not of a kind that is predicted.
     """
     layout, train = Layout.from_config(config.parallel), config.train
-    ranks_per_stage = layout.dp_cp * layout.tp
     stages = []
     for stage, layers in enumerate(split_layers(config.model.num_layers, layout.num_stages)):
         pp_rank = layout.stage_owner(stage)
-        first = pp_rank * ranks_per_stage
         stages.append(
             {
                 "layers": [layers.start, layers.stop],
                 "pp_rank": pp_rank,
-                "ranks": [first, first + ranks_per_stage],
+                "ranks": layout.ranks_at_stage(pp_rank),
             }
         )
     return {
@@ -144,7 +145,8 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
     lines = [f"model   {shape}", f"layout  {ranks}", f"batch   {samples}"]
     stages = summary["stages"]
     for number, stage in enumerate(stages[:_SHOWN_STAGES]):
-        layers, holders = _span(stage["layers"]), _span(stage["ranks"])
+        layers, runs = _span(stage["layers"]), stage["ranks"]
+        holders = ", ".join(map(_span, runs[:_SHOWN_RUNS])) + ", ..." * (len(runs) > _SHOWN_RUNS)
         lines.append(f"stage   {number}: layers {layers} on ranks {holders}")
     if len(stages) > _SHOWN_STAGES:
         lines.append(f"        and {len(stages) - _SHOWN_STAGES} more stages")

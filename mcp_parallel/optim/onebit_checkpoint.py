@@ -81,7 +81,7 @@ class OneBitCheckpoint:
         }
 
     def _watch(self) -> list[list[float]]:
-        """What the automatic switch has seen on every rank, in rank order."""
+        """What the automatic switch has seen on every rank, by its place in the mesh."""
         rule = self.adam._rule
         mine = [float(rule.vote), float(len(rule.norms)), *rule.norms, *rule.rates]
         if self.mesh.world is None:
@@ -90,7 +90,8 @@ class OneBitCheckpoint:
         longest = int(_comm.gather(length, self.mesh.world, 0).max())
         padded = torch.zeros(1, longest, dtype=torch.float64, device=self.mesh.device)
         padded[0, : len(mine)] = torch.tensor(mine, dtype=torch.float64)
-        return _comm.gather(padded, self.mesh.world, 0).tolist()
+        layout, by_rank = self.mesh.layout, _comm.gather(padded, self.mesh.world, 0).tolist()
+        return [by_rank[layout.rank_of(place)] for place in layout.places()]
 
     def _chunks_of(
         self, bucket: AdamBucket, kind: str, flat: Tensor, names: Collection[str]
@@ -187,8 +188,8 @@ class OneBitCheckpoint:
     def _remember_watch(self, saved: Mapping[str, Any]) -> None:
         if saved.get("layout") != self._layout:
             return  # at another layout the rule looks anew
-        rank = 0 if self.mesh.world is None else self.mesh.world.rank()
-        rule, (vote, num_norms, *values) = self.adam._rule, saved["watch"][rank]
+        mine = saved["watch"][self.mesh.layout.place_index(self.mesh.coordinate)]
+        rule, (vote, num_norms, *values) = self.adam._rule, mine
         norms = int(num_norms)
         rates = len(self.adam.param_groups) if norms else 0
         rule.vote, rule.norms = bool(vote), list(values[:norms])

@@ -6,7 +6,6 @@ over both and ZeRO shards over both. The ranks that share a sequence are a group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -92,15 +91,18 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
     sizes: dict[str, int] = {axis: getattr(layout, axis) for axis in AXES}
     if layout.is_hybrid:
         sizes = _with_hybrid_data(sizes, layout)
+    # Ranks by place: the mesh is (pp, dp * cp, tp) in both orders of ranks.
+    ranks = torch.tensor([layout.rank_of(place) for place in layout.places()])
     device_mesh = DeviceMesh(
         device.type,
-        torch.arange(size).view(*sizes.values()),
+        ranks.view(*sizes.values()),
         mesh_dim_names=tuple(sizes),
         _init_backend=True,
     )
     # Collective over the default group, ranks beyond the layout included, both.
-    cp_group = _build_cp_group(layout, rank)
-    data_group = _build_data_group(layout, rank) if layout.is_hybrid else None
+    cp_group = _own_line(ranks.view(-1, layout.cp, layout.tp), rank) if layout.cp > 1 else None
+    data_lines = ranks.view(layout.pp, layout.dp_cp, layout.tp)
+    data_group = _own_line(data_lines, rank) if layout.is_hybrid else None
     if rank >= size:
         return None
     place = layout.coordinate(rank)
@@ -108,27 +110,11 @@ def build_mesh(layout: Layout, device: torch.device) -> Mesh | None:
     return Mesh(layout, place, device, device_mesh, world, data_group, cp_group)
 
 
-def _build_cp_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
-    """The ranks that share a sequence with ``rank``, in the order of their parts of it."""
-    if layout.cp == 1:
-        return None
-    starts = [r for r in range(layout.world_size) if layout.coordinate(r).cp == 0]
-    return _own_line(starts, layout.cp, layout.tp, rank)
-
-
-def _build_data_group(layout: Layout, rank: int) -> dist.ProcessGroup | None:
-    """The ranks that hold the parameters of ``rank``; both axes of HSDP as one."""
-    places = [layout.coordinate(r) for r in range(layout.world_size)]
-    starts = [r for r, place in enumerate(places) if layout.data_index(place) == 0]
-    return _own_line(starts, layout.dp_cp, layout.tp, rank)
-
-
-def _own_line(starts: Sequence[int], size: int, step: int, rank: int) -> dist.ProcessGroup | None:
-    """Of the groups of ``size`` ranks, ``step`` apart, from each of ``starts`` on: ``rank``'s."""
+def _own_line(ranks: torch.Tensor, rank: int) -> dist.ProcessGroup | None:
+    """Of the groups along dim 1 of ``ranks`` [_, size, tp], each made here: the one of ``rank``."""
     mine: dist.ProcessGroup | None = None
-    for start in starts:
-        line = [start + index * step for index in range(size)]
-        group = dist.new_group(line)
+    for line in ranks.transpose(1, 2).reshape(-1, ranks.shape[1]).tolist():
+        group = dist.new_group(line)  # ranks rise along the line in both orders of ranks
         mine = cast("dist.ProcessGroup", group) if rank in line else mine
     return mine
 

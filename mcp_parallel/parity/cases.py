@@ -126,6 +126,7 @@ class Case:
             sequence_parallel=layout.sequence_parallel,
             dp_replicate=layout.dp_replicate,
             cp_attention=layout.cp_attention,
+            rank_order=layout.rank_order,
         )
         train = replace(
             base.train,
@@ -201,6 +202,14 @@ def _resume_cases() -> tuple[Case, ...]:
         _resumed(_case("resume cp2 to dp2tp2 zero3", cp=2), dp=2, tp=2, zero=3),
         _resumed(_case("resume dp2tp2pp2 to cp2tp2", microbatches=2, dp=2, tp=2, pp=2), cp=2, tp=2),
         _resumed(
+            _case("resume zero1 to stages apart", microbatches=2, dp=2, pp=2, zero=1),
+            microbatches=2,
+            dp=2,
+            pp=2,
+            zero=1,
+            rank_order="pp-dp-cp-tp",
+        ),
+        _resumed(
             _case("resume tied pp2 zbv to dp2", TIED, microbatches=4, pp=2, schedule="zbv"), dp=2
         ),
         _resumed(
@@ -239,6 +248,7 @@ MATRIX = (
     _case("dp2pp2 zero1", microbatches=2, dp=2, pp=2, zero=1),
     _case("tp2pp2", microbatches=2, tp=2, pp=2),
     _case("dp2tp2pp2", microbatches=2, dp=2, tp=2, pp=2),
+    _case("dp2tp2pp2 stages apart", PLAIN, 2, dp=2, tp=2, pp=2, rank_order="pp-dp-cp-tp"),
     _case("tp2pp2 zbv", microbatches=4, tp=2, pp=2, schedule="zbv"),
     _case("dp2pp2 zbv zero1", microbatches=4, dp=2, pp=2, zero=1, schedule="zbv"),
     _case("dp2pp2 dualpipev zero2", microbatches=4, dp=2, pp=2, zero=2, schedule="dualpipev"),

@@ -50,12 +50,13 @@ class Meshes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._made: dict[tuple[int, ...], Mesh | None] = {}
+        self._made: dict[tuple[int | str, ...], Mesh | None] = {}
 
     def get(self, case: Case) -> Mesh | None:
         """This rank's mesh for the case, None where the case does not use the rank. Collective."""
         layout = case.layout
-        key = (layout.pp, layout.dp, layout.cp, layout.tp, layout.dp_replicate)
+        degrees = (layout.pp, layout.dp, layout.cp, layout.tp, layout.dp_replicate)
+        key = (*degrees, layout.rank_order)
         if key not in self._made:
             self._made[key] = build_mesh(layout, self._device)
         mesh = self._made[key]

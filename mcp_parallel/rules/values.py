@@ -51,6 +51,7 @@ BOUNDS: dict[str, Bound] = {
     "parallel.zero": Bound(0, 3),
     "parallel.dp_replicate": _DEGREE,
     "parallel.virtual_stages": Bound(1, 10_000),
+    "parallel.link_domain": Bound(0, 1 << 20),
     "train.steps": _STEPS,
     "train.seed": _SEED,
     "train.global_batch_size": Bound(1, 1 << 24),
