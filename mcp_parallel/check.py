@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
-from mcp_parallel.rules import batch, context, data, layout, optimizer, values, zero
+from mcp_parallel.rules import balance, batch, context, data, layout, optimizer, values, zero
 from mcp_parallel.rules.family import data_problems, family_problems
 from mcp_parallel.rules.nearest import nearest_layouts
 from mcp_parallel.rules.problem import Problem
@@ -54,6 +54,11 @@ _LAYOUT = (
             }
         ),
     ),
+    _Family(
+        (balance.split_problems,),
+        frozenset({"model.num_layers", "parallel.pp", "parallel.virtual_stages"}),
+    ),
+    _Family((balance.share_problems,), frozenset({"parallel.dp", "parallel.zero"})),
     _Family(
         (zero.replica_problems,),
         frozenset({"parallel.zero", "parallel.dp", "parallel.dp_replicate"}),

@@ -109,6 +109,15 @@ class ParallelConfig:
     link_domain: int = 0
     """Consecutive ranks that a fast link joins (NVLink, shared memory), within which tp groups must
     stay; 0 is the ranks of one host."""
+    stage_split: str = "count"
+    """Blocks of each pipeline stage: count (alike, earlier stages take what is left over), model
+    (the costliest rank's work is least, embedding, head and loss counted by their arithmetic),
+    measured (the same by times that the ranks take at the start; a run folder keeps the split),
+    remeasured (measured anew even so), or a number a stage: "8,8,7,7"; no effect with pp = 1."""
+    dp_shares: str | None = None
+    """Shares of the global batch by data-parallel rank: "3,1" has the first train on three quarters
+    of it, in three times the micro-batches; measured and remeasured follow the ranks' speeds, as in
+    stage_split; null is equal shares. Unequal ones need zero 0 or 1 and optimizer adamw."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -37,7 +37,7 @@ class ConfigError(ValueError):
         if not self.layouts:
             return self.problems
         each = (
-            joined((f"{key} = {value}" for key, value in layout.items()), "and")
+            joined((f"{k} = {'null' if v is None else v}" for k, v in layout.items()), "and")
             for layout in self.layouts
         )
         return [*self.problems, f"check: nearest layouts that run; use {', or '.join(each)}"]

@@ -35,6 +35,8 @@ class Layout:
     dp_replicate: int = 1
     cp_attention: CpAttention = "all_gather"
     rank_order: RankOrder = "dp-pp-cp-tp"
+    stage_split: str = "count"
+    dp_shares: str | None = None
 
     @classmethod
     def from_config(cls, parallel: ParallelConfig) -> Layout:
@@ -51,6 +53,8 @@ class Layout:
             dp_replicate=parallel.dp_replicate,
             cp_attention=parallel.cp_attention,
             rank_order=parallel.rank_order,
+            stage_split=parallel.stage_split,
+            dp_shares=parallel.dp_shares,
         )
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mcp_kernels.spans import communication, span
 from mcp_parallel.config import Config
+from mcp_parallel.division import rows_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
@@ -91,8 +92,7 @@ class TrainingStep:
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
-        share = self.config.train.global_batch_size // self.mesh.layout.dp
-        return range(self.mesh.coordinate.dp * share, (self.mesh.coordinate.dp + 1) * share)
+        return rows_of(self.config, self.mesh.coordinate.dp)
 
     def __call__(
         self,

@@ -44,6 +44,7 @@ from mcp_parallel.context import attention, block, ring, split
 from mcp_parallel.config import Config
 from mcp_parallel.data.corpus import open_corpus
 from mcp_parallel.launch.local import launch_local
+from mcp_parallel.layout import Layout
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim import adamw
 from mcp_parallel.parallel import gradients, parallelize
@@ -83,8 +84,9 @@ def joined_by_halves(total, lse, part, part_lse):
 def in_order(self, gathered):
     return gathered
 
-def lose_last(num_layers, num_stages):
-    each = num_layers // num_stages
+def lose_last(config):
+    num_stages = Layout.from_config(config.parallel).num_stages
+    each = config.model.num_layers // num_stages
     return [range(i * each, (i + 1) * each) for i in range(num_stages)]
 
 MUTANTS = {
@@ -96,7 +98,7 @@ MUTANTS = {
     "token weighting dropped in the pipeline": (step.TrainingStep, "_loss", mean_of_means),
     "norm weights not summed over tp": (gradients, "sum_over_group", lambda tensors, group: None),
     "data-parallel sum forgotten": (gradients, "GradientBuckets", NoSum),
-    "last layer lost": (parallelize, "split_layers", lose_last),
+    "last layer lost": (parallelize, "stage_layers", lose_last),
     "gradients not summed over cp": (gradients, "GradientBuckets", NoSum),
     "positions not split over cp": (attention.ContextAttention, "starts", (0, 8)),
     "chunks in the order of ranks": (split.Split, "order", in_order),

@@ -9,10 +9,12 @@ from typing import Any
 
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
+from mcp_parallel.division import MEASURED, microbatch_counts, stage_layers
 from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
-from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.layout import Layout
 from mcp_parallel.memory.estimate import can_estimate, estimate
 from mcp_parallel.model.traits import traits_of
+from mcp_parallel.planner.balance import imbalance, modelled_costs, rank_costs
 from mcp_parallel.presets import num_parameters
 
 _SHOWN_STAGES = 32
@@ -70,16 +72,20 @@ def summarize(config: Config) -> dict[str, Any]:
     """What follows from a legal config, as plain values.
 
     Returns:
-        ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step),
-        ``tokens_per_step``, and ``stages``: for each its ``layers`` ``[first, past the last]``,
-        the ``pp_rank`` that holds it and the global ``ranks``, runs of them
-        ``[first, past the last]``;
+        ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step, the most of any),
+        ``microbatches_by_dp_rank``, ``tokens_per_step``, and ``stages``: for each its ``layers``
+        ``[first, past the last]``, the ``pp_rank`` that holds it and the global ``ranks``,
+        runs of them ``[first, past the last]``; ``stage_costs``: each pipeline rank's part of the operations,
+        and ``imbalance``, how much the largest is above their mean;
         ``memory``: for each pipeline rank its predicted ``peak_bytes`` and, at the peak, bytes of
         each of its ``parts``; None where the run is not of a kind that is predicted.
     """
     layout, train = Layout.from_config(config.parallel), config.train
+    counts, ranges, costs = microbatch_counts(config), stage_layers(config), modelled_costs(config)
+    loads = rank_costs([len(layers) for layers in ranges], layout, costs)
+    shares = [load / sum(loads) for load in loads]
     stages = []
-    for stage, layers in enumerate(split_layers(config.model.num_layers, layout.num_stages)):
+    for stage, layers in enumerate(ranges):
         pp_rank = layout.stage_owner(stage)
         stages.append(
             {
@@ -91,9 +97,12 @@ def summarize(config: Config) -> dict[str, Any]:
     return {
         "parameters": num_parameters(config.model),
         "world_size": layout.world_size,
-        "microbatches": train.global_batch_size // (layout.dp * train.micro_batch_size),
+        "microbatches": max(counts),
+        "microbatches_by_dp_rank": counts,
         "tokens_per_step": train.global_batch_size * config.model.seq_len,
         "stages": stages,
+        "stage_costs": shares,
+        "imbalance": imbalance(shares),
         "memory": _memory(config),
     }
 
@@ -103,6 +112,18 @@ def _memory(config: Config) -> list[dict[str, Any]] | None:
         return None
     found = [estimate(config, pp_rank) for pp_rank in range(config.parallel.pp)]
     return [{"peak_bytes": one.peak_bytes, "parts": one.parts} for one in found]
+
+
+def _balance_line(split: str, summary: dict[str, Any]) -> str:
+    """Each pipeline rank's part of the work, and how long the others wait for the largest."""
+    shares = summary["stage_costs"]
+    parts = ", ".join(f"{share:.1%}" for share in shares[:_SHOWN_STAGES])
+    more = ", ..." * (len(shares) > _SHOWN_STAGES)
+    yet = ", as modelled until it is measured" if split in MEASURED else ""
+    return (
+        f"balance {split}{yet}: {parts}{more} of the operations by pipeline rank, the largest "
+        f"{summary['imbalance']:.1%} above the mean"
+    )
 
 
 def _memory_lines(memory: list[dict[str, Any]] | None) -> list[str]:
@@ -138,8 +159,13 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         f"{cp}, zero {parallel.zero}{replicas}, schedule {parallel.schedule}"
     )
     unit = traits_of(model).position
+    each = summary["microbatches_by_dp_rank"]
+    unequal = (
+        f"dp {' + '.join(map(str, each[:_SHOWN_STAGES]))}{' ...' * (len(each) > _SHOWN_STAGES)}"
+    )
+    replicas_run = unequal if len(set(each)) > 1 else f"dp {parallel.dp} * {each[0]}"
     samples = (
-        f"{train.global_batch_size} samples = dp {parallel.dp} * {summary['microbatches']} "
+        f"{train.global_batch_size} samples = {replicas_run} "
         f"micro-batches of {train.micro_batch_size}, {summary['tokens_per_step']:,} {unit} a step"
     )
     lines = [f"model   {shape}", f"layout  {ranks}", f"batch   {samples}"]
@@ -150,6 +176,8 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         lines.append(f"stage   {number}: layers {layers} on ranks {holders}")
     if len(stages) > _SHOWN_STAGES:
         lines.append(f"        and {len(stages) - _SHOWN_STAGES} more stages")
+    if parallel.pp > 1:
+        lines.append(_balance_line(parallel.stage_split, summary))
     lines += _memory_lines(summary["memory"])
     return "\n".join(lines)
 

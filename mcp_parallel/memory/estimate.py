@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcp_parallel.config import Config
+from mcp_parallel.division import microbatch_counts
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory.ledger import Ledger
 from mcp_parallel.memory.pipeline import PipelineRank
@@ -49,7 +50,7 @@ def estimate(config: Config, pp_rank: int = 0) -> Estimate:
     """
     ledger, sizes = Ledger(), Sizes.of(config)
     layout = Layout.from_config(config.parallel)
-    count = config.train.global_batch_size // layout.dp // config.train.micro_batch_size
+    count = max(microbatch_counts(config))
     stages: dict[int, StageReplay] = {}
     for stage in stages_of(config, pp_rank):
         weights = _weights(ledger, config, sizes, stage)

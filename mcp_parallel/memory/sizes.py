@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcp_parallel.config import Config
-from mcp_parallel.layout import Layout, split_dim, split_layers
+from mcp_parallel.division import stage_layers
+from mcp_parallel.layout import Layout, split_dim
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -97,7 +98,7 @@ class StageSizes:
 def stages_of(config: Config, pp_rank: int) -> list[StageSizes]:
     """The stages of pipeline rank ``pp_rank``, in the order of the model."""
     layout = Layout.from_config(config.parallel)
-    ranges = split_layers(config.model.num_layers, layout.num_stages)
+    ranges = stage_layers(config)
     return [
         StageSizes(index, len(ranges[index]), index == 0, index == layout.num_stages - 1)
         for index in layout.stages_of(pp_rank)

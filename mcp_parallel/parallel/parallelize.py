@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from mcp_kernels.nn import split_linears
 from mcp_kernels.ops._comm import backend_name
 from mcp_parallel.config import Config, ModelConfig
-from mcp_parallel.layout import split_layers
+from mcp_parallel.division import stage_layers
 from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard
@@ -61,10 +61,11 @@ def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     """This rank's stages of the model, parallelised and initialised.
 
-    ``Layout.stages_of`` says which: one a rank, several that go round the ranks, or a V.
+    ``Layout.stages_of`` says which: one a rank, several that go round the ranks, or a V; and
+    ``stage_layers`` which blocks each has.
     """
     layout = mesh.layout
-    ranges = split_layers(config.model.num_layers, layout.num_stages)
+    ranges = stage_layers(config)
     build = family_of(config.model).build_stage
     stages = []
     for index in layout.stages_of(mesh.coordinate.pp):

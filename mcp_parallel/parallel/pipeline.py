@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from mcp_kernels.nn import WeightGradients, deferred_weight_gradients
 from mcp_kernels.spans import span
 from mcp_parallel.config import Config
+from mcp_parallel.division import microbatch_counts
 from mcp_parallel.layout import Layout, split_dim
 from mcp_parallel.model.family import family_of
 from mcp_parallel.parallel.clock import Clock, Occupation
@@ -53,7 +54,7 @@ class Pipeline:
         self.has_last = any(s.is_last for s in stages)
         self.occupation: Occupation | None = None
         self._clock = clock = Clock(mesh.device)
-        self.plan = plan_of(config, mesh.layout)
+        self.plan = plan_of(config, mesh.layout, mesh.coordinate.dp)
 
         def timed_loss(output: Tensor, targets: Tensor) -> Tensor:
             with span("loss"), clock.working():
@@ -84,10 +85,9 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if losses else self._zero
 
 
-def plan_of(config: Config, layout: Layout) -> Plan:
-    """The pipeline plan of a checked config at ``layout``."""
-    rows_per_rank = config.train.global_batch_size // layout.dp
-    num_microbatches = rows_per_rank // config.train.micro_batch_size
+def plan_of(config: Config, layout: Layout, dp: int = 0) -> Plan:
+    """The pipeline plan of a checked config at ``layout``, of data-parallel replica ``dp``."""
+    num_microbatches = microbatch_counts(config)[dp]
     return build_plan(layout.schedule, layout.pp, num_microbatches, layout.stages_per_rank)
 
 

@@ -127,6 +127,8 @@ class Case:
             dp_replicate=layout.dp_replicate,
             cp_attention=layout.cp_attention,
             rank_order=layout.rank_order,
+            stage_split=layout.stage_split,
+            dp_shares=layout.dp_shares,
         )
         train = replace(
             base.train,
@@ -211,6 +213,19 @@ def _resume_cases() -> tuple[Case, ...]:
         ),
         _resumed(
             _case("resume tied pp2 zbv to dp2", TIED, microbatches=4, pp=2, schedule="zbv"), dp=2
+        ),
+        _resumed(
+            _case("resume pp2 split 1,3 to pp2 zbv", PLAIN, 4, pp=2, stage_split="1,3"),
+            microbatches=4,
+            pp=2,
+            schedule="zbv",
+            stage_split="model",
+        ),
+        _resumed(
+            _case("resume dp2 3,1 to pp2 split 3,1", PLAIN, 2, dp=2, dp_shares="3,1"),
+            microbatches=2,
+            pp=2,
+            stage_split="3,1",
         ),
         _resumed(
             _case("resume odd-vocab tp4 to dp2pp2", ODD_VOCAB, tp=4), microbatches=2, dp=2, pp=2
@@ -300,6 +315,20 @@ MATRIX = (
     _case("5-layers pp4", FIVE_LAYERS, microbatches=4, pp=4),
     _case("6-layers pp4 zero_bubble", SIX_LAYERS, microbatches=4, pp=4, schedule="zero_bubble"),
     _case("7-layers pp4 gpipe", SEVEN_LAYERS, microbatches=2, pp=4, schedule="gpipe"),
+    _case("pp2 split 3,1", microbatches=4, pp=2, stage_split="3,1"),
+    _case(
+        "7-layers pp2 zbv split 3,2,1,1",
+        SEVEN_LAYERS,
+        4,
+        pp=2,
+        schedule="zbv",
+        stage_split="3,2,1,1",
+    ),
+    _case("dp2 shares 3,1", microbatches=2, dp=2, dp_shares="3,1"),
+    _case("padded dp2 zero1 shares 1,3", PADDED, 2, dp=2, zero=1, dp_shares="1,3"),
+    _case(
+        "dp2pp2 zero1 shares 1,3", PLAIN, 4, dp=2, pp=2, zero=1, dp_shares="1,3", schedule="gpipe"
+    ),
     _case("padded dp4", PADDED, dp=4),
     _case("padded pp2", PADDED, microbatches=4, pp=2),
     _case("padded pp2 dualpipev", PADDED, microbatches=4, pp=2, schedule="dualpipev"),

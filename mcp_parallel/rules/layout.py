@@ -10,6 +10,7 @@ from typing import Any
 
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
+from mcp_parallel.rules.balance import without_lists
 from mcp_parallel.rules.problem import (
     MAX_WAYS,
     Problem,
@@ -150,6 +151,12 @@ def legal_layouts_near(
         ``parallel.cp`` where the configured one is above 1.
     """
     wanted, replicas = config.parallel, config.parallel.dp_replicate
+    listless = without_lists(wanted)
+    dropped = {
+        f"parallel.{key}": getattr(listless, key)
+        for key in ("stage_split", "dp_shares")
+        if getattr(listless, key) != getattr(wanted, key)
+    }
     # Sharing a sequence is a choice that long ones ask for: never proposed to who did not make it.
     degrees = [
         (tp, pp, cp)
@@ -174,9 +181,9 @@ def legal_layouts_near(
         if (dp := world_size // (tp * pp * cp))
     )
     runnable = (
-        {f"parallel.{key}": degree for key, degree in layout.items()}
+        {**{f"parallel.{key}": degree for key, degree in layout.items()}, **dropped}
         for layout in near
-        if legal is None or legal(replace(config, parallel=replace(wanted, **layout)))
+        if legal is None or legal(replace(config, parallel=replace(listless, **layout)))
     )
     return list(islice(runnable, MAX_WAYS))
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
-from mcp_parallel.rules import batch, layout, optimizer, zero
+from mcp_parallel.rules import balance, batch, layout, optimizer, zero
 from mcp_parallel.rules.problem import MAX_WAYS, Problem, divisors, nearest
 
 Legal = Callable[[Config], bool]
@@ -28,6 +28,10 @@ Change = dict[str, Any]
 _TRIED_DEGREES = 400
 _NEIGHBOURS = 8
 _TRIED_MICRO_BATCHES = 6
+
+
+# Keys that may hold a number for each rank or stage; where they do, another layout drops them.
+_LISTS = ("stage_split", "dp_shares")
 
 
 class _Degrees(NamedTuple):
@@ -93,7 +97,10 @@ def _degrees_of(config: Config, ranks: int) -> list[_Degrees]:
 
 def _suited(config: Config, degrees: _Degrees, legal: Legal) -> Config | None:
     """``config`` with these degrees, and the nearest schedule, micro-batch and ZeRO with them."""
-    start = replace(config, parallel=replace(config.parallel, **degrees._asdict()))
+    start = replace(
+        config,
+        parallel=replace(balance.without_lists(config.parallel), **degrees._asdict()),
+    )
     if next(layout.tensor_problems(start), None) is not None:
         return None
     for staged in _without(layout.stage_problems, _schedules(start)):
@@ -170,7 +177,8 @@ def _doublings(new: int, old: int) -> float:
 def _as_change(config: Config, other: Config) -> Change:
     new, old = other.parallel, config.parallel
     change: Change = {f"parallel.{key}": getattr(new, key) for key in ("dp", "tp", "pp")}
-    for key in ("cp", "schedule", "virtual_stages", "zero", "dp_replicate"):
+    others = ("cp", "schedule", "virtual_stages", "zero", "dp_replicate", *_LISTS)
+    for key in others:
         if getattr(new, key) != getattr(old, key) or (key == "cp" and new.cp > 1):
             change[f"parallel.{key}"] = getattr(new, key)
     if other.train.micro_batch_size != config.train.micro_batch_size:
