@@ -75,8 +75,9 @@ def summarize(config: Config) -> dict[str, Any]:
         ``parameters``, ``world_size``, ``microbatches`` (a rank runs in a step, the most of any),
         ``microbatches_by_dp_rank``, ``tokens_per_step``, and ``stages``: for each its ``layers``
         ``[first, past the last]``, the ``pp_rank`` that holds it and the global ``ranks``,
-        runs of them ``[first, past the last]``; ``stage_costs``: each pipeline rank's part of the operations,
-        and ``imbalance``, how much the largest is above their mean;
+        runs of them ``[first, past the last]``;
+        ``stage_costs``: each pipeline rank's part of the operations, and ``imbalance``, how much
+        the largest is above their mean;
         ``memory``: for each pipeline rank its predicted ``peak_bytes`` and, at the peak, bytes of
         each of its ``parts``; None where the run is not of a kind that is predicted.
     """
