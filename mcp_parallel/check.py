@@ -7,12 +7,23 @@ from typing import Any, NamedTuple
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError, shown
-from mcp_parallel.rules import balance, batch, context, data, layout, optimizer, values, zero
+from mcp_parallel.rules import (
+    balance,
+    batch,
+    context,
+    data,
+    hosts,
+    layout,
+    optimizer,
+    values,
+    zero,
+)
 from mcp_parallel.rules.family import data_problems, family_problems
 from mcp_parallel.rules.nearest import nearest_layouts
 from mcp_parallel.rules.problem import Problem
 
-_MAX_RANKS = 1 << 20
+MAX_RANKS = 1 << 20
+"""Most ranks that a job may have."""
 Rule = Callable[[Config], Iterator[Problem]]
 
 
@@ -100,12 +111,13 @@ _BATCHES = ("train.global_batch_size", "train.micro_batch_size")
 _READ = frozenset[str]().union(*(family.reads for family in _LAYOUT), _BATCHES)
 
 
-def check(config: Config, world_size: int | None = None) -> None:
+def check(config: Config, world_size: int | None = None, cuts: Sequence[int] = ()) -> None:
     """Refuse a configuration that cannot run, saying everything that is wrong with it.
 
     Args:
         config: the run.
         world_size: ranks there are, when something else than the config decides it.
+        cuts: the first rank of each host but the first, those that are known.
 
     Raises:
         ConfigError: with a line for each problem, naming the key, the value and up to three
@@ -113,19 +125,22 @@ def check(config: Config, world_size: int | None = None) -> None:
 
     Cost: milliseconds; reads file sizes and at most the two ends of a token file.
     """
-    if world_size is not None and not 1 <= world_size <= _MAX_RANKS:
-        problem = f"check: world_size must be at least 1 and at most {_MAX_RANKS}, got "
+    if world_size is not None and not 1 <= world_size <= MAX_RANKS:
+        problem = f"check: world_size must be at least 1 and at most {MAX_RANKS}, got "
         raise ConfigError([problem + shown(world_size) + "; give the number of ranks"])
     # A config built in Python may hold anything: the loader's rules on types come first.
     Config.from_mapping(config.to_mapping())
-    problems = find_problems(config, world_size)
+    problems = find_problems(config, world_size, cuts)
     if problems:
-        layouts = find_layouts(config, problems, world_size)
+        layouts = find_layouts(config, problems, world_size, cuts)
         raise ConfigError([str(problem) for problem in problems], layouts)
 
 
 def find_layouts(
-    config: Config, problems: Sequence[Problem], world_size: int | None = None
+    config: Config,
+    problems: Sequence[Problem],
+    world_size: int | None = None,
+    cuts: Sequence[int] = (),
 ) -> list[dict[str, Any]]:
     """Up to three layouts, nearest first, that mend what in ``problems`` a layout can mend.
 
@@ -138,6 +153,7 @@ def find_layouts(
 
     def legal(other: Config) -> bool:
         found = _find_problems(other, (*_MODEL, *_LAYOUT, *_OPTIMIZER, *_DOCUMENTS))
+        found += hosts.host_problems(other, cuts)
         return {problem.name for problem in found} <= names
 
     return nearest_layouts(config, world_size, legal)
@@ -149,12 +165,16 @@ def _is_of_layout(problem: Problem) -> bool:
     return problem.key in _BATCHES or any(key.startswith("parallel.") for key in keys)
 
 
-def find_problems(config: Config, world_size: int | None = None) -> list[Problem]:
+def find_problems(
+    config: Config, world_size: int | None = None, cuts: Sequence[int] = ()
+) -> list[Problem]:
     """What ``check`` would refuse, as records; the config's types are right."""
     problems = _find_problems(config, (*_MODEL, *_LAYOUT, *_OPTIMIZER, *_DOCUMENTS, *_FILES))
     out_of_range = {problem.key for problem in values.range_problems(config)}
     if world_size is not None and not out_of_range & _DEGREES:
         problems += _world_problems(config, world_size)
+    if not out_of_range & {*_DEGREES, "parallel.link_domain"}:
+        problems += hosts.host_problems(config, cuts)
     return problems
 
 

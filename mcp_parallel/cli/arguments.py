@@ -162,7 +162,7 @@ def _split(override: str) -> tuple[str, str | None]:
 
 
 def resolve_arguments(
-    args: argparse.Namespace, world_size: int | None = None
+    args: argparse.Namespace, world_size: int | None = None, cuts: Sequence[int] = ()
 ) -> tuple[Config, RunOptions]:
     """The checked config of a command line.
 
@@ -173,6 +173,7 @@ def resolve_arguments(
         args: parsed by a parser that went through ``add_run_arguments``.
         world_size: ranks there are, when torchrun decides it. A dp that neither the flags nor
             ``--config`` give is then what tp, pp and cp leave of it.
+        cuts: the first rank of each host but the first, those that are known.
 
     Raises:
         ConfigError: with every problem of the file and the flags, or else every rule that the
@@ -206,7 +207,7 @@ def resolve_arguments(
         raise ConfigError(problems)
     if world_size is not None and not file_gives_dp and "parallel.dp" not in _keys(settings):
         config = _with_derived_dp(config, world_size)
-    check(config, world_size)
+    check(config, world_size, cuts)
     return config, options
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from typing import Any
 
+from mcp_parallel.check import MAX_RANKS
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
 from mcp_parallel.division import MEASURED, microbatch_counts, stage_layers
@@ -16,6 +18,8 @@ from mcp_parallel.memory.estimate import can_estimate, estimate
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.balance import imbalance, modelled_costs, rank_costs
 from mcp_parallel.presets import num_parameters
+from mcp_parallel.rules.hosts import host_notes
+from mcp_parallel.topology import crossings, cuts_between
 
 _SHOWN_STAGES = 32
 """Lines of stages in the table; JSON has them all."""
@@ -35,13 +39,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--world-size", "--world_size", metavar="N", help="ranks there will be, as under torchrun"
     )
+    parser.add_argument(
+        "--ranks-per-host",
+        "--ranks_per_host",
+        metavar="N",
+        help="ranks of each host: judge which groups cross from one to another, and how much",
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the resolved config and what follows from it; 2 and the problems when it is refused."""
+    per_host: int | None = None
     try:
-        config, _ = resolve_arguments(args, _world_size(args.world_size))
+        per_host = _number("--ranks-per-host", args.ranks_per_host)
+        cuts = cuts_between(per_host, MAX_RANKS) if per_host else ()
+        config, _ = resolve_arguments(args, _number("--world-size", args.world_size), cuts)
     except ConfigError as error:
         if args.json:
             refusal = {"ok": False, "problems": error.problems, "layouts": error.layouts}
@@ -50,6 +63,8 @@ def run(args: argparse.Namespace) -> int:
             sys.stderr.write("".join(f"{line}\n" for line in error.lines()))
         return BAD_CONFIG
     summary = summarize(config)
+    if per_host:
+        summary |= _on_hosts(config, per_host)
     if args.json:
         text = json.dumps({"ok": True, "config": config.to_mapping(), **summary})
     else:
@@ -58,14 +73,36 @@ def run(args: argparse.Namespace) -> int:
     return OK
 
 
-def _world_size(text: str | None) -> int | None:
+def _number(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
+    is_number = text.isascii() and text.isdigit() and len(text) < 10
+    if not is_number or (flag == "--ranks-per-host" and int(text) == 0):
         raise ConfigError(
-            [f"check: --world-size must be a number of ranks, got {text!a}; write for example 8"]
+            [f"check: {flag} must be a number of ranks, got {text!a}; write for example 8"]
         )
     return int(text)
+
+
+def _on_hosts(config: Config, ranks_per_host: int) -> dict[str, Any]:
+    """``links``: each axis, hosts of a group, bytes out of a host a step; ``notes``: what is slow.
+
+    ``ranks_per_host`` is there too.
+    """
+    cuts = cuts_between(ranks_per_host, MAX_RANKS)
+    links = [asdict(crossing) for crossing in crossings(config, ranks_per_host)]
+    notes = host_notes(config, cuts)
+    return {"ranks_per_host": ranks_per_host, "links": links, "notes": notes}
+
+
+def _host_lines(summary: dict[str, Any]) -> list[str]:
+    lines = []
+    for link in summary.get("links", ()):
+        hosts = link["hosts"]
+        where = "within a host" if hosts == 1 else f"over {hosts} hosts"
+        cost = f", {_size(link['num_bytes'])} out of a host a step" if hosts > 1 else ""
+        lines.append(f"links   {link['axis']}: each group {where}{cost}")
+    return lines + [f"slow    {note}" for note in summary.get("notes", ())]
 
 
 def summarize(config: Config) -> dict[str, Any]:
@@ -179,7 +216,7 @@ def _table(config: Config, summary: dict[str, Any]) -> str:
         lines.append(f"        and {len(stages) - _SHOWN_STAGES} more stages")
     if parallel.pp > 1:
         lines.append(_balance_line(parallel.stage_split, summary))
-    lines += _memory_lines(summary["memory"])
+    lines += _memory_lines(summary["memory"]) + _host_lines(summary)
     return "\n".join(lines)
 
 

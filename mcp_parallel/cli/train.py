@@ -17,18 +17,19 @@ from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_ar
 from mcp_parallel.config import Config
 from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
-from mcp_parallel.launch.variables import under_torchrun
+from mcp_parallel.launch.variables import own_cuts, under_torchrun
 from mcp_parallel.layout import Layout
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.run_folder import RunFolder
+from mcp_parallel.rules.hosts import host_notes
 
 if TYPE_CHECKING:
     from mcp_parallel.data.source import Data
     from mcp_parallel.launch.context import RankContext
 
-# How long a rank other than 0 keeps a refused config to itself: torchrun ends all ranks when the
-# first one ends, and rank 0 is the one that says why.
+# How long other ranks of a host keep a refused config to themselves: torchrun ends all ranks when
+# the first one ends, and the host's first rank is the one that says why.
 _LET_RANK_0_SPEAK_S = 2.0
 
 
@@ -68,9 +69,9 @@ def _run_here(args: argparse.Namespace) -> int:
 
 def _run_under_torchrun(args: argparse.Namespace) -> int:
     try:
-        config, options = resolve_arguments(args, int(os.environ["WORLD_SIZE"]))
+        config, options = resolve_arguments(args, int(os.environ["WORLD_SIZE"]), own_cuts())
     except ConfigError:
-        if os.environ["RANK"] == "0":
+        if os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0":  # once on each host
             raise
         time.sleep(_LET_RANK_0_SPEAK_S)
         return BAD_CONFIG
@@ -125,6 +126,8 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
     with folder.lock():
         start = find_start(config, folder)
         folder.write_config(_anchored(config).to_yaml())
+        for note in host_notes(config, own_cuts()):
+            sys.stderr.write(f"slow on these hosts: {note}\n")
         if not options.as_json:
             sys.stdout.write(_headline(config, folder, start))
             sys.stdout.flush()

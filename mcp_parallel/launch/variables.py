@@ -6,6 +6,8 @@ import os
 import socket
 from collections.abc import Mapping
 
+from mcp_parallel.topology import cuts_around
+
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Left behind by another launcher, these would tell libraries wrong ranks and sizes.
@@ -22,6 +24,18 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     elastic = "TORCHELASTIC_RUN_ID" in environ
     return elastic or ("LOCAL_RANK" in environ and "GROUP_RANK" in environ)
+
+
+def own_cuts(environ: Mapping[str, str] = os.environ) -> list[int]:
+    """Where the host of this rank of torchrun begins and ends among the ranks of the job.
+
+    Empty where the job stands on one host, or the variables do not say.
+    """
+    words = [environ.get(name, "") for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    if not under_torchrun(environ) or not all(word.isdigit() for word in words):
+        return []
+    rank, local_rank, count = map(int, words)
+    return cuts_around(rank - local_rank, count, int(environ["WORLD_SIZE"]))
 
 
 def rank_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
