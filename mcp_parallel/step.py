@@ -14,6 +14,8 @@ from mcp_kernels.spans import communication, span
 from mcp_parallel.config import Config
 from mcp_parallel.division import rows_of
 from mcp_parallel.model.loss import IGNORED
+from mcp_parallel.monitor.probe import Health, Probe
+from mcp_parallel.monitor.work_clock import WorkClock
 from mcp_parallel.optim.build import build_optimizer, model_mesh_of
 from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.optim.lower_tier import LowerTier
@@ -53,6 +55,11 @@ class StepResult:
     """What the loss was multiplied with for backward, where loss scaling is on."""
     skipped: bool = False
     """Gradients overflowed at this loss scale: nothing was updated, and the scale was lowered."""
+    own_s: tuple[float, ...] | None = None
+    """Seconds of each rank's own work up to the sum of the totals (see ``monitor.work_clock``);
+    None while nobody measures."""
+    health: Health | None = None
+    """Of a step that was looked into."""
 
     @property
     def is_finite(self) -> bool:
@@ -89,6 +96,8 @@ class TrainingStep:
         self._tokens = _TokenCount(mesh)
         self._split = split_of(config, mesh)
         self.scaler = LossScaler(config)
+        self.work = WorkClock(mesh)
+        self.probe = Probe(config, self.stages, self.optimizer, mesh)
 
     def rows(self) -> range:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
@@ -115,6 +124,38 @@ class TrainingStep:
             step: steps done before, skipped ones included; says how the embedding is computed.
             stop: this rank was asked to stop; every rank learns of it in the result.
         """
+        self.probe.begin(step)
+        loss = self.accumulate(inputs, targets, documents=documents, step=step)
+        with span("totals"):
+            result, switches = self._totals(loss, stop)
+        scale = self.scaler.scale
+        skipped = self.scaler.update(overflowed=not result.is_finite)
+        if self.scaler.is_on:
+            result = replace(result, loss_scale=scale, skipped=skipped)
+        if not result.is_finite:
+            self.probe.skip()
+            return result
+        self.probe.before(scale)
+        factor = clip_factor(result.grad_norm, self.config.train.clip_norm) / scale
+        with span("optimizer"):
+            self.optimizer.step(lr, factor, switches=switches)
+            publish(self.shards)
+        result = replace(result, health=self.probe.after())
+        sent = self.optimizer.wire_bytes()
+        if sent is None:
+            return result
+        return replace(result, wire_bytes=sent[0], uncompressed_bytes=sent[1])
+
+    def accumulate(
+        self, inputs: Tensor, targets: Tensor, *, documents: Tensor | None = None, step: int = 0
+    ) -> Tensor:
+        """Forward and backward of one global batch; arguments as for a step.
+
+        Gradients are those of all ranks after it, times the loss scale.
+
+        Returns:
+            What this rank computed of the loss, times the loss scale, ``[]``.
+        """
         if self._split is not None:
             inputs, targets = self._split.take(inputs), self._split.take(targets)
         self._tokens.start((targets != IGNORED).sum())
@@ -124,22 +165,7 @@ class TrainingStep:
         self.gradients.zero()
         loss = self.executor.run(inputs, targets, documents)
         self.gradients.finish()
-        with span("totals"):
-            result, switches = self._totals(loss, stop)
-        scale = self.scaler.scale
-        skipped = self.scaler.update(overflowed=not result.is_finite)
-        if self.scaler.is_on:
-            result = replace(result, loss_scale=scale, skipped=skipped)
-        if not result.is_finite:
-            return result
-        factor = clip_factor(result.grad_norm, self.config.train.clip_norm) / scale
-        with span("optimizer"):
-            self.optimizer.step(lr, factor, switches=switches)
-            publish(self.shards)
-        sent = self.optimizer.wire_bytes()
-        if sent is None:
-            return result
-        return replace(result, wire_bytes=sent[0], uncompressed_bytes=sent[1])
+        return loss
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """A micro-batch's share of the mean over the global batch's valid tokens.
@@ -156,7 +182,8 @@ class TrainingStep:
         """
         # Each tp rank of a last stage computed the same loss; one of them counts.
         loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
-        flags = [stop, not self.optimizer.ready_to_switch(), *self._occupation()]
+        own_s = self.work.own_s_by_rank()
+        flags = [stop, not self.optimizer.ready_to_switch(), *own_s, *self._occupation()]
         sums = torch.stack(
             [
                 self.optimizer.square_sum(),
@@ -169,9 +196,12 @@ class TrainingStep:
             with communication("sum of the totals"):
                 dist.all_reduce(sums, group=self.mesh.world)
         square_sum, total_loss, stops, not_ready, *times = sums.tolist()
+        own_s, times = times[: len(own_s)], times[len(own_s) :]
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         scale = self.scaler.scale
         result = StepResult(total_loss / scale, norm / scale, self._tokens.total(), stops > 0)
+        if own_s:
+            result = replace(result, own_s=tuple(own_s))
         if times:
             pairs = zip(times[::2], times[1::2], strict=True)
             result = replace(result, bubbles=bubbles([Occupation(*pair) for pair in pairs]))

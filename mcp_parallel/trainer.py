@@ -81,6 +81,10 @@ class Trainer:
         applied, nothing is saved, and the last good checkpoint is named with the way on from it.
         Where loss scaling can go lower, such a step is skipped instead and training goes on.
         """
+        with self.train_step.work.running():
+            return self._fit()
+
+    def _fit(self) -> int:
         status = OK
         while self.step < self.config.train.steps:
             result = self._train_one_step()
@@ -101,6 +105,7 @@ class Trainer:
 
     def _train_one_step(self) -> StepResult:
         start = time.perf_counter()
+        self.train_step.work.start()
         lr = learning_rate(self.step, self.config.train)
         with self.profile.step(self.step):
             with span("data"):
@@ -116,6 +121,7 @@ class Trainer:
                 stop=self.context.stop_requested(),
             )
         step_time_s = time.perf_counter() - start
+        communication_share = self.train_step.work.communication_share()
         validation = None
         if self._is_due(self.config.monitor.validate_every) and result.is_finite:
             with span("validation"):
@@ -125,7 +131,7 @@ class Trainer:
             result,
             lr,
             step_time_s,
-            communication_share=self.profile.communication_share,
+            communication_share=communication_share,
             validation=validation,
         )
         return result

@@ -19,6 +19,7 @@ from mcp_parallel.errors import DIVERGED, OK, STOPPED, ConfigError
 from mcp_parallel.monitor import metrics, progress
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.monitor import Monitor
+from mcp_parallel.monitor.probe import Health
 from mcp_parallel.monitor.progress import Progress, describe, eta_text
 from mcp_parallel.monitor.run_folder import RunFolder
 
@@ -38,6 +39,8 @@ class Result:
     bubbles: tuple[float, ...] | None = None
     loss_scale: float | None = None
     skipped: bool = False
+    own_s: tuple[float, ...] | None = None
+    health: Health | None = None
 
 
 def config(*overrides: str) -> Config:

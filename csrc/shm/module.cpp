@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "shm/segment.h"
+#include "shm/wait.h"
 
 namespace py = pybind11;
 using mcp::shm::Segment;
@@ -40,6 +41,9 @@ PYBIND11_MODULE(_shm, m) {
   });
   m.def("host_id", &mcp::shm::host_id,
         "A string that two processes share exactly when they can share segments.");
+  m.def("waited_s", &mcp::shm::waited_s,
+        "Seconds that this thread has waited for other ranks, waits of a few microseconds left "
+        "out.");
   py::class_<Segment>(
       m, "Segment", py::buffer_protocol(),
       "Bytes under a name in /dev/shm; a writable buffer (memoryview, numpy, torch).")

@@ -29,6 +29,23 @@ class Sleeper {
   Doorbell* bell_;
 };
 
+thread_local int64_t waited_ns = 0;
+
+// Counts time on every way out.
+class Stopwatch {
+ public:
+  Stopwatch() : start_(std::chrono::steady_clock::now()) {}
+  ~Stopwatch() {
+    const auto elapsed = std::chrono::steady_clock::now() - start_;
+    waited_ns += std::chrono::duration_cast<std::chrono::nanoseconds>(elapsed).count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  std::chrono::steady_clock::time_point start_;
+};
+
 void sleep_at(std::atomic<uint32_t>* word, uint32_t seen) {
   const timespec slice{0, kSliceNs};
   // Not FUTEX_PRIVATE: the processes share the page, not the address. Spurious returns are fine.
@@ -41,7 +58,10 @@ Patience choose_patience(int ranks, int cores) {
   return ranks <= cores ? Patience{100, 500} : Patience{20, 50};
 }
 
+double waited_s() { return static_cast<double>(waited_ns) * 1e-9; }
+
 void Waiter::wait_long(const std::function<bool()>& ready, const Check& check) {
+  const Stopwatch watch;
   for (int i = 1; i <= patience_.yields; ++i) {
     ::sched_yield();
     if (ready()) return;

@@ -38,6 +38,9 @@ struct Patience {
 // ranks outnumber the cores for sure, the peer needs this one almost at once.
 Patience choose_patience(int ranks, int cores);
 
+// Seconds that the calling thread has spent in waits longer than `pauses`, in any group.
+double waited_s();
+
 // Ends a wait by throwing; called every few milliseconds of one.
 using Check = std::function<void()>;
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from mcp_kernels.spans import communicates
+from mcp_kernels.spans import communicates, communication
 
 _NARROW_FLOATS = (torch.float16, torch.bfloat16)
 
@@ -154,7 +154,8 @@ def start_sum_over_ranks_(x: Tensor, group: dist.ProcessGroup) -> Finish:
     work = group.allreduce([x], options)
 
     def finish() -> Tensor:
-        work.wait()
+        with communication("wait for a sum over ranks"):
+            work.wait()
         return x
 
     return finish
@@ -207,7 +208,8 @@ def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish
         exchange = group.alltoall_base(parts, packed, [], [], dist.AllToAllOptions())
 
         def add_parts() -> Tensor:
-            exchange.wait()
+            with communication("wait for parts of a sum"):
+                exchange.wait()
             if group.size() == 2:
                 return torch.add(parts[0], parts[1])
             return parts.sum(0, dtype=packed.dtype)
@@ -219,7 +221,8 @@ def start_scatter_sum_packed(packed: Tensor, group: dist.ProcessGroup) -> Finish
     work = group._reduce_scatter_base(out.view(-1), packed.view(-1), options)
 
     def finish() -> Tensor:
-        work.wait()
+        with communication("wait for a scattered sum"):
+            work.wait()
         return out
 
     return finish
@@ -259,7 +262,8 @@ def start_gather_parts(x: Tensor, group: dist.ProcessGroup) -> Finish:
     work = group._allgather_base(parts.view(-1), x.view(-1), options)
 
     def finish() -> Tensor:
-        work.wait()
+        with communication("wait for a gather"):
+            work.wait()
         return parts
 
     return finish

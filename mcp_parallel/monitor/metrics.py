@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ class MetricsWriter:
 
     def __init__(self, run_folder: RunFolder, tensorboard: bool, start_step: int = 0) -> None:
         run_folder.create()
-        self.last_kept = _drop_rows_after(run_folder.metrics_file, start_step)
+        self.last_kept = drop_rows_after(run_folder.metrics_file, start_step)
         """The newest record before this run, or None."""
         self._file = run_folder.metrics_file.open("a", encoding="utf-8")
         self._events = (
@@ -36,14 +36,23 @@ class MetricsWriter:
         )
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Write one record: ``step`` and numbers. A number that is not finite becomes null."""
+        """Write one record: ``step``, numbers, and lists and objects of them (see ``fields.py``).
+
+        A number that is not finite becomes null.
+        """
         row = {name: _plain(value) for name, value in record.items()}
         self._file.write(json.dumps(row, allow_nan=False) + "\n")
         self._file.flush()
         if self._events is not None:
             for name, value in row.items():
-                if isinstance(value, (int, float)) and name not in _NOT_CURVES:
-                    self._events.add_scalar(f"train/{name}", value, row["step"])
+                if name not in _NOT_CURVES:
+                    for curve, number in _curves(name, value):
+                        self._events.add_scalar(curve, number, row["step"])
+
+    def note(self, step: int, text: str) -> None:
+        """A line of text beside the curves of TensorBoard."""
+        if self._events is not None:
+            self._events.add_text("verdicts", text, step)
 
     def close(self) -> None:
         """Put everything on disk."""
@@ -52,11 +61,32 @@ class MetricsWriter:
             self._events.close()
 
 
+def _curves(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """The curves that a value is a point of."""
+    if isinstance(value, (int, float)):
+        yield f"train/{name}", value
+    elif isinstance(value, Mapping):
+        yield from (
+            (f"{name}/{key}", number) for key, number in value.items() if _is_number(number)
+        )
+    elif isinstance(value, list):
+        ranks = enumerate(value)
+        yield from ((f"{name}/rank_{rank}", number) for rank, number in ranks if _is_number(number))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
+def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     """Keep the rows of ``path`` up to ``step``, without a last line cut short; the last kept."""
     if not path.exists():
         return None

@@ -110,6 +110,10 @@ class Monitor:
         if result.bubbles is not None:
             self._last["bubble"] = sum(result.bubbles) / len(result.bubbles)
             self._last["bubble_by_rank"] = list(result.bubbles)
+        if result.own_s is not None:
+            self._last["compute_s_by_rank"] = list(result.own_s)
+        if result.health is not None:
+            self._last |= result.health.fields()
         if communication_share is not None:
             self._last["communication_share"] = communication_share
         if validation is not None:
@@ -119,7 +123,12 @@ class Monitor:
                 validation.accuracy,
             )
         self._progress.update(self._last)
-        if self._step % self._every == 0 or not result.is_finite or validation is not None:
+        if (
+            self._step % self._every == 0
+            or not result.is_finite
+            or validation is not None
+            or result.health
+        ):
             self._write()
 
     def close(self, status: int) -> None:

@@ -8,14 +8,13 @@ events and these spans around them: ``step N``, ``data``, ``forward``, ``backwar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from mcp_kernels.spans import Recorder, recording, span
+from mcp_kernels.spans import recording, span
 
 # Steps before the first that is traced: they make buffers, and nobody asks how long that takes.
 WARMUP_STEPS = 2
@@ -41,37 +40,26 @@ class Profile:
 
     def __init__(self, folder: Path, rank: int, steps: range) -> None:
         self.file = folder / f"rank_{rank:05d}.json"
-        self.communication_share: float | None = None
-        """Of the last step, which was traced: time inside collectives and waits for messages, over
-        the step's; None for a step that was not, and on a GPU, where the host only launches."""
         self._steps = steps
         self._open = ExitStack()
-        self._recorder: Recorder | None = None
         self._profiler: torch.profiler.profile | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """The body is step ``number``."""
-        self.communication_share = None
         if number not in self._steps:
             yield
             return
-        if self._recorder is None:
+        if self._profiler is None:
             self._start()
-        assert self._recorder is not None
-        self._recorder.take_communication_s()
-        start = time.perf_counter()
         with span(f"step {number}"):
             yield
-        if not torch.cuda.is_available():
-            elapsed_s = time.perf_counter() - start
-            self.communication_share = self._recorder.take_communication_s() / elapsed_s
         if number == self._steps[-1]:
             self.close()
 
     def close(self) -> None:
         """End tracing and write what was traced, if anything was."""
-        profiler, self._profiler, self._recorder = self._profiler, None, None
+        profiler, self._profiler = self._profiler, None
         self._open.close()
         if profiler is not None:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -83,4 +71,4 @@ class Profile:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiler = torch.profiler.profile(activities=activities)
         self._open.enter_context(self._profiler)
-        self._recorder = self._open.enter_context(recording())
+        self._open.enter_context(recording())

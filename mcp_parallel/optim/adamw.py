@@ -88,6 +88,10 @@ class AdamW:
         """This rank's share of the squared gradient norm, float64 ``[]``."""
         return local_square_sum(self.shards)
 
+    def counted(self) -> list[tuple[float, list[Shard]]]:
+        """See ``Optimizer.counted``."""
+        return [(1.0, [shard for shard in self.shards if shard.counted_here])]
+
     def ready_to_switch(self) -> bool:
         """There is nothing to switch to."""
         return False

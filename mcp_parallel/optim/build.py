@@ -28,6 +28,10 @@ class Optimizer(Protocol):
         """This rank's share of the squared gradient norm, float64 ``[]``."""
         ...
 
+    def counted(self) -> list[tuple[float, list[Shard]]]:
+        """Weights, and shards whose local gradients' squares count so much in ``square_sum``."""
+        ...
+
     def ready_to_switch(self) -> bool:
         """This rank's vote for ending the first stage with this step."""
         ...

@@ -97,13 +97,20 @@ class OneBit:
         Stage 2: the mean over dp ranks of the squared norm of what each would make of the whole
         gradient, dp times its own share; above the norm of the sum by the ranks' noise.
         """
+        sums = [local_square_sum(shards) * weight for weight, shards in self.counted()]
+        return torch.stack(sums).sum()
+
+    def counted(self) -> list[tuple[float, list[Shard]]]:
+        """See ``Optimizer.counted``; every shard here says ``counted_here``."""
         if not self.adam.is_compressing:
-            return local_square_sum(self.shards)
+            return [(1.0, [shard for shard in self.shards if shard.counted_here])]
         tied = self._tied
         own = [s for s, counts in zip(self.shards, self._counted, strict=True) if counts]
         own = [replace(shard, counted_here=True) for shard in own if shard is not tied]
-        total = local_square_sum(own) * self.mesh.layout.dp_cp
-        return total if tied is None else total + local_square_sum([tied])
+        groups = [(float(self.mesh.layout.dp_cp), own)]
+        if tied is not None and tied.counted_here:
+            groups.append((1.0, [tied]))
+        return groups
 
     def ready_to_switch(self) -> bool:
         """This rank's vote for ending stage 1 with this step."""
