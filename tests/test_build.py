@@ -107,6 +107,7 @@ def test_an_isolated_build_uses_the_installed_torch(wheel, tmp_path):
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     assert {"mcp_kernels/_C.abi3.so", f"mcp_kernels/_shm{suffix}"} <= set(names)
     assert {"mcp_kernels/py.typed", "mcp_parallel/py.typed"} <= set(names)
+    assert "mcp_parallel/report/page/page.html" in names
     assert not [name for name in names if name.startswith(("tests/", "bench/", "_backend/"))]
 
     used = run(sys.executable, "-c", USE_IT, cwd=tmp_path, python_path=tmp_path)

@@ -1,0 +1,162 @@
+"""What follows from a run's configuration: who is where, what it takes, what waits. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+from mcp_parallel.check import find_problems
+from mcp_parallel.cli.check import summarize
+from mcp_parallel.config import CheckpointConfig, Config, DataConfig
+from mcp_parallel.layout import Coordinate, Layout
+from mcp_parallel.model.traits import traits_of
+from mcp_parallel.schedules.build import build_plan
+from mcp_parallel.schedules.simulate import Costs, Timeline, simulate
+
+MAX_RANKS = 512
+"""Cells in the picture of a layout; of more ranks the first and the last of each axis are shown."""
+MAX_ACTIONS = 4000
+"""Boxes in the picture of a pipeline; of more micro-batches the first ones are drawn."""
+_MAX_SIMULATED = 200_000
+_KINDS = "FBIW"
+_MEMORY_NOTE = "memory cannot be predicted for this kind of run"
+
+
+def facts_of(config: Config, notes: list[str]) -> dict[str, Any] | None:
+    """Plain values for the page, None where the configuration is one that could not run here.
+
+    Args:
+        config: of a run, perhaps of another version.
+        notes: is told why something cannot be shown.
+
+    Returns:
+        Of what ``mcp-parallel check --json`` says ``parameters``, ``world_size``,
+        ``microbatches``, ``tokens_per_step`` and ``memory``; ``layout`` (see ``layout_picture``),
+        ``pipeline`` (see ``pipeline_picture``, None without one), and ``unit``: what a sample's
+        tokens are called.
+
+    Cost: that of ``check``; the pipeline takes a microsecond or two for each action.
+    """
+    # The data may be elsewhere by now, and says nothing about ranks.
+    alone = dataclasses.replace(config, data=DataConfig(), checkpoint=CheckpointConfig())
+    problems = [p for p in find_problems(alone) if not p.key.startswith(("data.", "checkpoint."))]
+    if problems:
+        notes.append(f"no layout can be shown: {problems[0]}")
+        return None
+    layout = Layout.from_config(config.parallel)
+    summary = summarize(config)
+    if summary["memory"] is None:
+        notes.append(_MEMORY_NOTE)
+    stages = summary.pop("stages")  # their ranks are as many as there are replicas
+    return {
+        **summary,
+        "unit": traits_of(config.model).unit,
+        "layout": layout_picture(layout, stages),
+        "pipeline": pipeline_picture(layout, summary["microbatches"], notes),
+    }
+
+
+def layout_picture(layout: Layout, stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ranks by place: those that are shown.
+
+    Args:
+        layout: of the run.
+        stages: of ``summarize``.
+
+    Returns:
+        The degrees; ``shown``: the places on the axes pp and dp that are drawn; ``ranks``: of each
+        of these pp, of each of these dp, ``cp * tp`` global ranks, tp fastest; ``layers``: of each
+        of these pp, the model's parts on it, ``[[first, past the last], ...]``.
+    """
+    plane = layout.cp * layout.tp
+    pps, dps = range(layout.pp), list(range(layout.dp))
+    if layout.world_size > MAX_RANKS:
+        dps = sorted({*dps[: max(1, MAX_RANKS // (layout.pp * plane) - 1)], dps[-1]})
+    shown_pp = list(pps)
+    if layout.pp * len(dps) * plane > MAX_RANKS:
+        fitting = max(1, MAX_RANKS // (len(dps) * plane) - 1)
+        shown_pp = sorted({*pps[:fitting], layout.pp - 1})
+
+    def ranks(pp: int, dp: int) -> list[int]:
+        places = (Coordinate(pp=pp, dp=dp, cp=cp, tp=tp) for cp, tp in _grid(layout))
+        return [layout.rank_of(place) for place in places]
+
+    return {
+        "dp": layout.dp,
+        "tp": layout.tp,
+        "pp": layout.pp,
+        "cp": layout.cp,
+        "zero": layout.zero,
+        "dp_replicate": layout.dp_replicate,
+        "schedule": layout.schedule,
+        "shown": {"pp": shown_pp, "dp": dps},
+        "ranks": [[ranks(pp, dp) for dp in dps] for pp in shown_pp],
+        "layers": [[s["layers"] for s in stages if s["pp_rank"] == pp] for pp in shown_pp],
+    }
+
+
+def _grid(layout: Layout) -> list[tuple[int, int]]:
+    """The places of a plane; at most ``MAX_RANKS``."""
+    return [divmod(i, layout.tp) for i in range(min(MAX_RANKS, layout.cp * layout.tp))]
+
+
+def pipeline_picture(layout: Layout, microbatches: int, notes: list[str]) -> dict[str, Any] | None:
+    """One step of the pipeline on paper, forward : input gradient : weight gradient = 1 : 1 : 1.
+
+    Returns:
+        ``bubble``: idle part of each rank with all micro-batches; ``ranks``: the actions of each,
+        ``[kind ("FBIW"), chunk, micro-batch, start, end]``, of ``shown`` micro-batches;
+        ``makespan`` of those; no ranks where that is too many. None without a pipeline, and where
+        it is too long to simulate.
+    """
+    if layout.pp == 1:
+        return None
+    if 3 * layout.num_stages * microbatches > _MAX_SIMULATED:
+        notes.append(f"the pipeline of {microbatches} micro-batches is too long to draw")
+        return None
+    whole = _timeline(layout, microbatches)
+    shown, drawn = _shown_microbatches(layout, microbatches), whole
+    if shown < microbatches:
+        drawn = _timeline(layout, shown)
+    if sum(map(len, drawn.ranks)) > 4 * MAX_ACTIONS:
+        notes.append(f"a pipeline of {layout.num_stages} stages has too many boxes to draw")
+        shown = 0
+    return {
+        "schedule": layout.schedule,
+        "pp": layout.pp,
+        "chunks": layout.stages_per_rank,
+        "microbatches": microbatches,
+        "shown": shown,
+        "makespan": round(drawn.makespan, 4),
+        "bubble": [round(whole.bubble(rank), 6) for rank in range(layout.pp)],
+        "ranks": [
+            [
+                [
+                    _KINDS.index(span.action.kind),
+                    span.action.chunk,
+                    span.action.microbatch,
+                    round(span.start, 4),
+                    round(span.end, 4),
+                ]
+                for span in spans
+            ]
+            for spans in (drawn.ranks if shown else ())
+        ],
+    }
+
+
+@cache
+def _simulated(schedule: str, pp: int, microbatches: int, chunks: int) -> Timeline:
+    plan = build_plan(schedule, pp, microbatches, chunks)
+    return simulate(plan, Costs(1 / chunks, 1 / chunks, 1 / chunks))
+
+
+def _timeline(layout: Layout, microbatches: int) -> Timeline:
+    return _simulated(layout.schedule, layout.pp, microbatches, layout.stages_per_rank)
+
+
+def _shown_microbatches(layout: Layout, microbatches: int) -> int:
+    """As many as fit into ``MAX_ACTIONS``, in whole rounds, and two rounds at least."""
+    fitting = MAX_ACTIONS // (3 * layout.num_stages) // layout.pp * layout.pp
+    return min(microbatches, max(fitting, 2 * layout.pp))
