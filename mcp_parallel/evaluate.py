@@ -14,8 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from mcp_parallel.data.source import Source, validation_batches
+from mcp_parallel.data.source import Source, ValidationBatch, validation_batches
 from mcp_parallel.model.loss import IGNORED
+from mcp_parallel.model.traits import traits_of
+from mcp_parallel.optim.build import model_mesh_of
+from mcp_parallel.parallel.context import split_of
+from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.pipeline import hidden_like
 from mcp_parallel.parallel.tensor import build_token_loss, vocab_parallel_argmax
 from mcp_parallel.step import TrainingStep
@@ -26,9 +30,9 @@ class Validation:
     """What a model does on samples that it is not trained on."""
 
     loss: float
-    """Mean over the samples, nats."""
-    accuracy: float
-    """Share of samples whose class is the most likely one, 0 to 1."""
+    """Mean over the samples (of text: over the tokens), nats."""
+    accuracy: float | None
+    """Share of samples whose class is the most likely one, 0 to 1; None of text."""
 
 
 class Evaluator:
@@ -46,6 +50,11 @@ class Evaluator:
         vocab_size = self._config.model.vocab_size
         self._token_loss = build_token_loss(vocab_size, self._mesh)
         self._vocab_size = vocab_size
+        self._reads_text = traits_of(self._config.model).continues_text
+        self._split = split_of(self._config, self._mesh)
+        # As in training: of a large vocabulary the logits never exist at once.
+        model_mesh = model_mesh_of(self._config.train, self._mesh)
+        self._text_loss = build_stage_loss(step.stages, self._config, model_mesh)
 
     @torch.no_grad()
     def __call__(self) -> Validation | None:
@@ -54,31 +63,37 @@ class Evaluator:
         Cost: one forward of that part.
         """
         sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
-        batches = list(validation_batches(self._source, self._config, self._step.rows()))
-        if not batches:
+        any_batch = False
+        for batch in validation_batches(self._source, self._config, self._step.rows()):
+            any_batch = True
+            for out, wanted in self._forward(batch):
+                sums += self._score(out, wanted)
+        if not any_batch:
             return None
-        for inputs, targets in batches:
-            for logits, wanted in self._forward(
-                torch.from_numpy(inputs), torch.from_numpy(targets)
-            ):
-                sums += self._score(logits, wanted)
         for stage in self._step.stages:
             _free_whole_parameters(stage.model)
         if self._mesh.world is not None:
             sums = sums.to(self._mesh.device)
             dist.all_reduce(sums, group=self._mesh.world)
         loss, right, count = sums.tolist()
-        return Validation(loss / count, right / count)
+        return Validation(loss / count, None if self._reads_text else right / count)
 
-    def _forward(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(logits, targets) of each micro-batch, on the ranks of the last stage."""
+    def _forward(self, batch: ValidationBatch) -> Iterator[tuple[Tensor, Tensor]]:
+        """(what the last stage gives, targets) of each micro-batch, on the ranks of that stage."""
         rows, device = self._config.train.micro_batch_size, self._mesh.device
-        for x, wanted in zip(inputs.split(rows), targets.split(rows), strict=True):
-            out = self._through_stages(x.to(device))
+        inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
+        if self._split is not None:
+            inputs, targets = self._split.take(inputs), self._split.take(targets)
+        xs = inputs.split(rows)
+        sides: list[tuple[Tensor, ...]] = [()] * len(xs)
+        if batch.documents is not None:
+            sides = [(part,) for part in torch.from_numpy(batch.documents).split(rows)]
+        for x, wanted, side in zip(xs, targets.split(rows), sides, strict=True):
+            out = self._through_stages(x.to(device), side)
             if out is not None:
                 yield out, wanted.to(device)
 
-    def _through_stages(self, x: Tensor) -> Tensor | None:
+    def _through_stages(self, x: Tensor, side: tuple[Tensor, ...]) -> Tensor | None:
         """The last stage's output where it is here; this rank's part of the way there elsewhere.
 
         Every rank goes through the stages in the order of the model, one micro-batch after the
@@ -92,7 +107,7 @@ class Evaluator:
             if before != here:
                 x = torch.empty_like(hidden_like(self._config, self._mesh), device=x.device)
                 self._pass(dist.irecv, x, before)
-            x = stage.model(x)
+            x = stage.model(x, *side)
             if after != here:
                 self._pass(dist.isend, x.contiguous(), after)
         return x if self._step.stages[-1].index == last else None
@@ -107,14 +122,18 @@ class Evaluator:
         for work in dist.batch_isend_irecv([message]):
             work.wait()
 
-    def _score(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _score(self, out: Tensor, targets: Tensor) -> Tensor:
         """Summed loss, right answers and samples; zeros on all but one of the ranks of them."""
-        loss = self._token_loss(logits, targets)
-        best = vocab_parallel_argmax(logits, self._vocab_size, self._mesh.group("tp"))
+        count = (targets != IGNORED).sum()
+        if self._reads_text:
+            loss, right = self._text_loss(out, targets, 1.0), torch.zeros_like(count)
+        else:
+            loss = self._token_loss(out, targets)
+            best = vocab_parallel_argmax(out, self._vocab_size, self._mesh.group("tp"))
+            right = (best == targets).sum()
         if self._mesh.coordinate.tp != 0:
             return torch.zeros(3, dtype=torch.float64)
-        right, count = (best == targets).sum(), (targets != IGNORED).sum()
-        return torch.stack([loss, right, count]).double().cpu()
+        return torch.stack([loss.double(), right.double(), count.double()]).cpu()
 
 
 def _free_whole_parameters(model: torch.nn.Module) -> None:

@@ -1,32 +1,49 @@
-"""``mcp-parallel data``: make a token file of text and JSONL, or check one; by ``tokenizers``."""
+"""``mcp-parallel data``: make a token file of text, JSONL and Parquet, or check one."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import json
 import os
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from mcp_parallel.errors import OK, ConfigError
+
+if TYPE_CHECKING:
+    from mcp_parallel.data.prepare.build import Built
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the ``data`` command."""
     parser = subparsers.add_parser(
         "data",
-        help="tokenise text and JSONL for training",
-        description="Tokenise a text file, a .jsonl file or a folder of them to one checksummed "
-        "token file; started again after a stop it goes on. --verify checks a finished one.",
+        help="tokenise text, JSONL and Parquet for training",
+        description="Tokenise a text, .jsonl or .parquet file or a folder of them to one "
+        "checksummed token file; started again after a stop it goes on. --verify checks a finished "
+        "one. Each path may be a URL (s3://, hdfs://, memory://), whose keys and options are taken "
+        "from the environment alone.",
     )
-    parser.add_argument("source", metavar="SOURCE", nargs="?", help="file or folder")
-    parser.add_argument("--out", metavar="DIR", help="folder of the token file")
+    parser.add_argument("source", metavar="SOURCE", nargs="?", help="file, folder or URL")
+    parser.add_argument("--out", metavar="DIR", help="folder or URL of the token file")
     parser.add_argument("--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json")
     parser.add_argument(
         "--train-vocab", type=int, metavar="N", help="train a byte-level BPE tokenizer of N tokens"
     )
-    parser.add_argument("--field", default="text", help="key of the text in JSONL (default: text)")
+    parser.add_argument(
+        "--field", default="text", help="key or column of the text, JSONL and Parquet (text)"
+    )
+    parser.add_argument(
+        "--skip-bad",
+        action="store_true",
+        help="leave broken and empty files out, count them and name them in the index; without it "
+        "the first one is an error",
+    )
     parser.add_argument(
         "--separator",
         default="<|endoftext|>",
@@ -43,21 +60,22 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace) -> int:
     """Build or verify; ``ConfigError`` for a source, a tokenizer or a file that cannot be used."""
-    from mcp_parallel.data.prepare.documents import SourceError
-    from mcp_parallel.data.prepare.index import Index, TokenFileError, verify
+    from mcp_parallel.data.prepare.build import Built
+    from mcp_parallel.data.prepare.index import TokenFileError, verify
+    from mcp_parallel.data.prepare.sources import SourceError
+    from mcp_parallel.data.storage import StorageError
 
     try:
         if args.verify is not None:
-            folder, index = Path(args.verify), verify(Path(args.verify))
+            folder, built = args.verify, Built(verify(args.verify), 0)
         else:
             _check(args)
-            folder, index = Path(args.out), _build(args)
-    except (SourceError, TokenFileError) as error:
+            folder, built = args.out, _build(args)
+    except (SourceError, TokenFileError, StorageError) as error:
         raise ConfigError([str(error)]) from error
     except OSError as error:
         raise ConfigError([f"data: {error.filename!a}: {error.strerror}"]) from error
-    assert isinstance(index, Index)
-    _report(folder, index, as_json=args.json)
+    _report(folder, built, as_json=args.json)
     return OK
 
 
@@ -89,38 +107,66 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(problems)
 
 
-def _build(args: argparse.Namespace) -> object:
-    from mcp_parallel.data.prepare import build as steps
-    from mcp_parallel.data.prepare.documents import find_sources
+def _build(args: argparse.Namespace) -> Built:
+    from mcp_parallel.data import storage
+    from mcp_parallel.data.prepare import recipe as recipes
+    from mcp_parallel.data.prepare.build import build
+    from mcp_parallel.data.prepare.sources import find_sources
 
-    files, left_out = find_sources(args.source)
-    if left_out:
-        names = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
-        sys.stderr.write(f"data: {len(left_out)} files are hidden, empty or no text: {names}\n")
-    folder = Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    shards, hidden = find_sources(args.source)
+    if hidden:
+        names = ", ".join(hidden[:5]) + (", ..." if len(hidden) > 5 else "")
+        sys.stderr.write(f"data: {len(hidden)} files are hidden and left out: {names}\n")
+    work = _work_folder(args.out)
+    work.mkdir(mode=0o700 if storage.is_url(args.out) else 0o777, parents=True, exist_ok=True)
     if args.tokenizer is not None:
-        tokenizer = steps.load_tokenizer(Path(args.tokenizer))
+        tokenizer = recipes.load_tokenizer(args.tokenizer)
     else:
-        tokenizer = steps.trained_tokenizer(files, folder, args.field, args.train_vocab)
-    recipe = steps.recipe_of(tokenizer, args.field, args.separator)
-    with _Bar(sum(file.size for file in files)) as bar:
-        return steps.build(files, folder, recipe, args.jobs, bar.show)
+        tokenizer = recipes.trained_tokenizer(
+            shards, work, args.field, args.train_vocab, skip_bad=args.skip_bad
+        )
+    recipe = recipes.recipe_of(tokenizer, args.field, args.separator)
+    with TokenBar(sum(shard.size for shard in shards)) as bar:
+        return build(shards, args.out, work, recipe, args.jobs, bar.show, skip_bad=args.skip_bad)
 
 
-class _Bar:
-    """Bytes done, on a terminal; nothing elsewhere."""
+def _work_folder(out: str) -> Path:
+    """Where parts are: in the folder itself, or of a URL in the user's cache."""
+    from mcp_parallel.data import storage
+    from mcp_parallel.data.cache import cache_folder
 
-    def __init__(self, total_bytes: int) -> None:
+    if not storage.is_url(out):
+        return storage.local_path(out)
+    return cache_folder() / f"data-{hashlib.sha256(out.encode()).hexdigest()[:16]}"
+
+
+class TokenBar:
+    """Bytes done, tokens and tokens a second, on a terminal; nothing elsewhere.
+
+    Args:
+        total_bytes: of all sources.
+        stream: where it is drawn.
+    """
+
+    def __init__(self, total_bytes: int, stream: TextIO | None = None) -> None:
+        file: TextIO = sys.stderr if stream is None else stream
         self._bar = None
-        if sys.stderr.isatty():
+        self._first: tuple[float, int] | None = None
+        if file.isatty():
             from rich.console import Console
-            from rich.progress import Progress
+            from rich.progress import (
+                BarColumn,
+                DownloadColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
-            self._bar = Progress(console=Console(file=sys.stderr))
-            self._task = self._bar.add_task("tokens", total=total_bytes)
+            columns = (BarColumn(), DownloadColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=file))
+            self._task = self._bar.add_task("", total=total_bytes)
 
-    def __enter__(self) -> _Bar:
+    def __enter__(self) -> TokenBar:
         if self._bar is not None:
             self._bar.start()
         return self
@@ -130,29 +176,48 @@ class _Bar:
             self._bar.stop()
 
     def show(self, done_bytes: int, tokens: int) -> None:
-        if self._bar is not None:
-            text = f"{tokens:,} tokens"
-            self._bar.update(self._task, completed=done_bytes, description=text)
+        """Move the bar; tokens that an earlier run made count as done, not as fast."""
+        if self._bar is None:
+            return
+        now_s = time.monotonic()
+        first_s, first_tokens = self._first = self._first or (now_s, tokens)
+        rate = (tokens - first_tokens) / max(now_s - first_s, 1e-9)
+        text = f"{tokens:,} tokens, {rate:,.0f}/s"
+        self._bar.update(self._task, completed=done_bytes, description=text)
 
 
-def _report(folder: Path, index: object, *, as_json: bool) -> None:
-    from mcp_parallel.data.prepare.index import TOKENS_FILE, Index
+def _report(folder: str, built: Built, *, as_json: bool) -> None:
+    from mcp_parallel.data import storage
+    from mcp_parallel.data.prepare.index import TOKENS_FILE
 
-    assert isinstance(index, Index)
-    path = folder / TOKENS_FILE
+    index = built.index
+    path = storage.below(folder, TOKENS_FILE)
     documents = sum(part.documents for part in index.parts)
     settings = {
-        "data.path": str(path),
+        "data.path": path,
         "data.document_separator": index.separator,
         "model.vocab_size": index.vocab_size,
     }
     if as_json:
-        outcome = {"tokens": index.tokens, "documents": documents, "files": len(index.parts)}
+        outcome = {
+            "tokens": index.tokens,
+            "documents": documents,
+            "files": len(index.parts),
+            "skipped": [asdict(entry) for entry in index.skipped],
+            "pieces_taken_over": built.num_kept,
+        }
         sys.stdout.write(json.dumps({**outcome, "set": settings}) + "\n")
         return
-    sys.stdout.write(
-        f"{index.tokens:,} tokens of {documents:,} documents in {len(index.parts):,} files, "
-        f"{index.width} bytes each, vocabulary {index.vocab_size:,}\n"
-        f"next: mcp-parallel train --set data.path={path} "
-        f"--set model.vocab_size={index.vocab_size}\n"
+    counts = f"{index.tokens:,} tokens of {documents:,} documents in {len(index.parts):,} files"
+    lines = [f"{counts}, {index.width} bytes each, vocabulary {index.vocab_size:,}"]
+    if index.skipped:
+        names = ", ".join(entry.name for entry in index.skipped[:5])
+        more = ", ..." if len(index.skipped) > 5 else ""
+        lines.append(
+            f"skipped {len(index.skipped)} broken files (why is in index.json): {names}{more}"
+        )
+    lines.append(
+        f"next: mcp-parallel train --set data.path={path} --set model.vocab_size={index.vocab_size}"
     )
+    text = "\n".join(lines) + "\n"
+    sys.stdout.write(text.encode("ascii", "backslashreplace").decode())

@@ -2,39 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from mcp_parallel.data.corpus import Corpus
+from mcp_parallel.data.blend import Blend, source_seed
+from mcp_parallel.data.corpus import IGNORED_TARGET, Corpus
 from mcp_parallel.data.order import sample_indices
+
+# The order in which held-out samples are measured, so that a limit takes some of every source; part
+# of what a validation loss means, hence no setting.
+_HELD_OUT_SEED = 0
 
 
 class BatchSource:
-    """Any rows of any step, from (corpus, data seed, step) alone.
+    """Any rows of any step, from (corpora, shares, data seed, step) alone.
 
     Nothing is remembered between calls and no rank is mentioned: a layout only decides which rows a
     rank asks for, and a run resumes from its step number.
+
+    Args:
+        corpus: what to train on; several make a mixture.
+        data_seed: of the order.
+        seq_len: tokens of a sample.
+        global_batch_size: samples of a step.
+        document_separator: token that ends documents; None takes what each corpus says.
+        units: share of each corpus, in any unit; equal ones where it is not given.
+        held_out: text that is measured and not trained on.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: Corpus | Sequence[Corpus],
         data_seed: int,
         seq_len: int,
         global_batch_size: int,
         document_separator: int | None = None,
+        *,
+        units: Sequence[int] | None = None,
+        held_out: Sequence[Corpus] = (),
     ) -> None:
-        self._corpus = corpus
-        self._data_seed = data_seed
+        self._corpora = (corpus,) if isinstance(corpus, Corpus) else tuple(corpus)
+        self._seeds = [source_seed(data_seed, number) for number in range(len(self._corpora))]
+        self._blend = Blend(units or [1] * len(self._corpora), data_seed)
+        self._held_out = tuple(held_out)
         self._seq_len = seq_len
         self._global_batch_size = global_batch_size
         self._document_separator = document_separator
-        self._num_samples = corpus.num_samples(seq_len)
+        self._counts = [corpus.num_samples(seq_len) for corpus in self._corpora]
+        held_out_counts = [corpus.num_samples(seq_len) for corpus in self._held_out]
+        self._held_out_ends = np.cumsum(np.array(held_out_counts, dtype=np.int64))
 
     @property
     def num_samples(self) -> int:
-        """Samples of an epoch."""
-        return self._num_samples
+        """Samples of all corpora; of a single one they make an epoch."""
+        return sum(self._counts)
+
+    @property
+    def num_held_out(self) -> int:
+        """Samples that are measured and not trained on."""
+        return int(self._held_out_ends[-1]) if self._held_out else 0
 
     def batch(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Rows of the global batch of a step.
@@ -49,8 +77,10 @@ class BatchSource:
         Raises:
             ValueError: rows or step out of range, or a token out of the vocabulary, with its file
                 and position.
+            TokenFileError: a block of a token file is not what was written.
+            StorageError: a token file's URL cannot be reached any more.
         """
-        return self._corpus.samples(self._indices(step, rows), self._seq_len)
+        return self._samples(self._corpora, *self._at(step, rows))
 
     def documents(self, step: int, rows: range) -> NDArray[np.int64]:
         """Where the document of each position of ``batch``'s rows begins: see ``Corpus.documents``.
@@ -62,11 +92,33 @@ class BatchSource:
         Raises:
             ValueError: as there.
         """
-        indices = self._indices(step, rows)
-        return self._corpus.documents(indices, self._seq_len, self._document_separator)
+        return self._documents(self._corpora, *self._at(step, rows))
 
-    def _indices(self, step: int, rows: range) -> NDArray[np.int64]:
-        """The samples that are these rows of the step's global batch."""
+    def held_out(
+        self, index: int, rows: range
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Rows of a batch of the held-out samples, as large as one of training.
+
+        Returns:
+            ``(inputs, targets, documents)``, each ``[N, S]`` int64; past the last sample targets
+            are -100.
+
+        Raises:
+            ValueError: a token out of the vocabulary.
+        """
+        count = self.num_held_out
+        at = np.arange(rows.start, rows.stop, rows.step) + index * self._global_batch_size
+        is_past = at >= count
+        chosen = sample_indices(_HELD_OUT_SEED, np.where(is_past, 0, at), count)
+        source = np.searchsorted(self._held_out_ends, chosen, side="right")
+        ends = np.concatenate([[0], self._held_out_ends])
+        places = source, chosen - ends[source]
+        inputs, targets = self._samples(self._held_out, *places)
+        targets[is_past] = IGNORED_TARGET
+        return inputs, targets, self._documents(self._held_out, *places)
+
+    def _at(self, step: int, rows: range) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(corpus, sample in it) of these rows of the step's global batch."""
         size = self._global_batch_size
         if step < 0 or (rows and not (min(rows) >= 0 and max(rows) < size)):
             raise ValueError(
@@ -74,4 +126,32 @@ class BatchSource:
                 f"step {step}; split range({size}) over the ranks"
             )
         positions = np.arange(rows.start, rows.stop, rows.step, dtype=np.int64) + step * size
-        return sample_indices(self._data_seed, positions, self._num_samples)
+        source, number = self._blend.at(positions)
+        indices = np.empty_like(number)
+        for one in np.unique(source):
+            mine = source == one
+            indices[mine] = sample_indices(self._seeds[one], number[mine], self._counts[one])
+        return source, indices
+
+    def _samples(
+        self, corpora: Sequence[Corpus], source: NDArray[np.int64], indices: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Inputs and targets of samples of several corpora, in their order."""
+        inputs = np.empty((len(indices), self._seq_len), dtype=np.int64)
+        targets = np.empty_like(inputs)
+        for one in np.unique(source):
+            mine = source == one
+            inputs[mine], targets[mine] = corpora[one].samples(indices[mine], self._seq_len)
+        return inputs, targets
+
+    def _documents(
+        self, corpora: Sequence[Corpus], source: NDArray[np.int64], indices: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """``Corpus.documents`` of samples of several corpora, in their order."""
+        begins = np.empty((len(indices), self._seq_len), dtype=np.int64)
+        for one in np.unique(source):
+            mine, corpus = source == one, corpora[one]
+            separator = self._document_separator
+            separator = corpus.separator if separator is None else separator
+            begins[mine] = corpus.documents(indices[mine], self._seq_len, separator)
+        return begins

@@ -6,15 +6,16 @@ import bisect
 import itertools
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mcp_parallel.config import DataConfig, ModelConfig
-from mcp_parallel.data import cache, files
+from mcp_parallel.data import cache, files, storage
+from mcp_parallel.data.prepare.index import Index
+from mcp_parallel.data.token_file import TokenBlocks, TokenFileError, open_blocks
 
 IGNORED_TARGET = -100
 """What cross entropy skips; marks the padding of a last, short sample."""
@@ -29,7 +30,7 @@ class Corpus:
     every token but the first is a target once. The last sample may be short and is padded.
     """
 
-    tokens: NDArray[Any]
+    tokens: NDArray[Any] | TokenBlocks
     """``[N]`` uint8, uint16 or uint32, read-only."""
     vocab_size: int
     """Tokens must be below it."""
@@ -37,6 +38,24 @@ class Corpus:
     """The files, in order."""
     starts: tuple[int, ...] = (0,)
     """Index of each file's first token."""
+    separator: int | None = None
+    """The token that ends documents, where the data says so itself."""
+    tokenizer: str = ""
+    """What made the tokens (see ``Index.tokenizer``); empty where that is not known."""
+
+    def part(self, start: int, stop: int) -> Corpus:
+        """Tokens ``[start, stop)`` as a corpus of their own, nothing copied."""
+        tokens = self.tokens
+        first = bisect.bisect_right(self.starts, start) - 1
+        last = bisect.bisect_left(self.starts, stop)
+        return replace(
+            self,
+            tokens=tokens.part(start, stop)
+            if isinstance(tokens, TokenBlocks)
+            else tokens[start:stop],
+            names=self.names[first:last],
+            starts=tuple(max(0, at - start) for at in self.starts[first:last]),
+        )
 
     def num_samples(self, seq_len: int) -> int:
         """Samples of at most ``seq_len`` targets each; 0 when there are not two tokens."""
@@ -116,40 +135,67 @@ class Corpus:
 
 
 def open_corpus(data: DataConfig, model: ModelConfig) -> Corpus:
-    """The tokens that ``data.path`` names.
+    """The tokens that ``data.path`` names: see ``open_source``."""
+    return open_source(data, model, "data.path", data.path)
+
+
+def open_source(data: DataConfig, model: ModelConfig, key: str, path: str | None) -> Corpus:
+    """The tokens at ``path``.
 
     None is the Python standard library's own source, the same on every machine with the same
     Python. A folder is its text files in the order of their names, a text file is its bytes as they
-    stand, and a ``.bin`` file is flat little-endian uint16, uint32 when ``vocab_size > 65536``.
+    stand, and a ``.bin`` file is flat little-endian tokens: of the width that its index says, or
+    uint16, uint32 when ``vocab_size > 65536``.
 
     Call it before the ranks are forked: they then share the mapped pages. A folder (and the
-    standard library) is joined into one file in the user's cache, see ``data.cache``.
+    standard library) is joined into one file in the user's cache, see ``data.cache``; a token file
+    behind a URL has a copy there that fills as it is read, see ``data.token_file``.
+
+    Args:
+        data: how token files are checked.
+        model: its vocabulary.
+        key: where the path stands, for messages.
+        path: of a file or a folder, or a URL of a token file.
 
     Raises:
-        ValueError: nothing there, fewer than two tokens, or a ``.bin`` file of broken tokens.
+        ValueError: nothing there, fewer than two tokens, a token file that is not what was
+            written, of another vocabulary, or behind a URL that cannot be reached.
         OSError: a file cannot be read.
     """
-    if data.path is None:
+    if path is None:
         version = f"stdlib-{platform.python_implementation().lower()}-{platform.python_version()}"
         return _joined(version, list(files.stdlib_files()), model, "the standard library")
-    location = Path(data.path).expanduser()
-    kind = files.kind_of(data.path)
+    kind = files.kind_of(path)
     if kind == "folder":
-        return _joined("folder", list(files.text_files(location)), model, ascii(data.path))
-    if kind not in ("file", "tokens") or not data.path:
+        found = list(files.text_files(storage.local_path(path)))
+        return _joined("folder", found, model, ascii(path))
+    if kind not in ("file", "tokens", "url") or not path:
         raise ValueError(
-            f"data: path must name a file or folder that exists, got {data.path!a}; "
+            f"data: {key} must name a file or folder that exists, got {path!a}; "
             "use data.path = null for the default"
         )
+    if kind != "file" and (opened := open_blocks(path, data.verify)) is not None:
+        tokens, index = opened
+        _refuse_other_vocabulary(path, index, model)
+        return Corpus(tokens, model.vocab_size, (path,), (0,), index.separator, index.tokenizer)
     width = files.token_width(model.vocab_size) if kind == "tokens" else 1
+    location = storage.local_path(path)
     size = location.stat().st_size
     if size % width or size < 2 * width:
         raise ValueError(
-            f"data: {data.path!a} must hold two or more whole tokens of {width} bytes, got "
+            f"data: {path!a} must hold two or more whole tokens of {width} bytes, got "
             f"{size} bytes; write it again or use data.path = null for the default"
         )
     tokens = np.memmap(location, dtype=np.dtype(f"<u{width}"), mode="r")
-    return Corpus(tokens, model.vocab_size, (data.path,), (0,))
+    return Corpus(tokens, model.vocab_size, (path,), (0,))
+
+
+def _refuse_other_vocabulary(path: str, index: Index, model: ModelConfig) -> None:
+    if index.vocab_size > model.vocab_size:
+        raise TokenFileError(
+            f"data: {path!a} must hold tokens below model.vocab_size = {model.vocab_size}, got a "
+            f"vocabulary of {index.vocab_size}; use model.vocab_size = {index.vocab_size}"
+        )
 
 
 def _joined(name: str, found: Sequence[files.TextFile], model: ModelConfig, source: str) -> Corpus:

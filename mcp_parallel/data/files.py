@@ -10,14 +10,16 @@ from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from mcp_parallel.data.storage import is_url, local_path
+
 # The standard library's tests are not prose anyone misses, and are absent on some systems.
 _SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 )
 # As git: a file with a NUL in its first 8000 bytes is not text.
-_SNIFFED_BYTES = 8000
+SNIFFED_BYTES = 8000
 
-Kind = Literal["file", "folder", "tokens", "missing", "special"]
+Kind = Literal["file", "folder", "tokens", "missing", "special", "url"]
 
 
 class TextFile(NamedTuple):
@@ -31,9 +33,14 @@ class TextFile(NamedTuple):
 
 
 def kind_of(path: str) -> Kind:
-    """What ``data.path`` names; ``special`` is a device, socket or pipe, which is never opened."""
+    """What ``data.path`` names; ``special`` is a device, socket or pipe, which is never opened.
+
+    A URL that is not ``file://`` is ``url``, whatever lies there: nothing is asked of the network.
+    """
+    if is_url(path):
+        return "url"
     try:
-        mode = Path(path).expanduser().stat().st_mode
+        mode = local_path(path).stat().st_mode
     except (OSError, ValueError, RuntimeError):  # absent, NUL in the name, "~nobody"
         return "missing"
     if stat.S_ISDIR(mode):
@@ -51,7 +58,12 @@ def token_width(vocab_size: int) -> int:
 def is_text(path: Path) -> bool:
     """No NUL among the first bytes."""
     with path.open("rb") as file:
-        return b"\0" not in file.read(_SNIFFED_BYTES)
+        return looks_like_text(file.read(SNIFFED_BYTES))
+
+
+def looks_like_text(start: bytes) -> bool:
+    """No NUL in the first bytes of a file."""
+    return b"\0" not in start[:SNIFFED_BYTES]
 
 
 def text_files(folder: Path) -> Iterator[TextFile]:
@@ -59,7 +71,7 @@ def text_files(folder: Path) -> Iterator[TextFile]:
 
     Symbolic links to folders are not followed, so a loop of links ends.
     """
-    for directory, file in _walk(folder, skipped=frozenset()):
+    for directory, file in walk(folder):
         path = Path(directory, file)
         entry = path.stat()
         if stat.S_ISREG(entry.st_mode) and entry.st_size and is_text(path):
@@ -75,14 +87,17 @@ def stdlib_folder() -> Path:
 def stdlib_files() -> Iterator[TextFile]:
     """The standard library's own ``*.py`` in a fixed order, no tests, no installed packages."""
     folder = stdlib_folder()
-    for directory, file in _walk(folder, skipped=_SKIPPED_FOLDERS):
+    for directory, file in walk(folder, skipped=_SKIPPED_FOLDERS):
         path = Path(directory, file)
         if file.endswith(".py") and path.is_file() and (size := path.stat().st_size):
             yield TextFile(path.relative_to(folder).as_posix(), path, size)
 
 
-def _walk(folder: Path, *, skipped: frozenset[str]) -> Iterator[tuple[str, str]]:
-    """``(directory, file name)`` depth first: each directory's files, then its folders, by name."""
+def walk(folder: Path, *, skipped: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+    """``(directory, file name)`` depth first: each directory's files, then its folders, by name.
+
+    Hidden ones are left out, and links to folders are not followed.
+    """
 
     def fail(error: OSError) -> None:
         raise error  # a folder that cannot be listed would otherwise vanish from the data

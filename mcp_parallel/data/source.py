@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import NDArray
 
 from mcp_parallel.config import Config
 from mcp_parallel.data.batch import BatchSource
-from mcp_parallel.data.corpus import Corpus, open_corpus
+from mcp_parallel.data.corpus import Corpus
 from mcp_parallel.data.images import Images, ImageSource, open_digits
+from mcp_parallel.data.texts import Texts, open_texts
 
-Data = Corpus | Images
-"""What ``open_data`` gives."""
+Data = Corpus | Texts | Images
+"""What ``open_data`` gives; a corpus is text of a single source, all of it to train on."""
+
+
+class ValidationBatch(NamedTuple):
+    """Rows that are measured and not trained on."""
+
+    inputs: NDArray[Any]
+    targets: NDArray[Any]
+    """int64, -100 where there is none."""
+    documents: NDArray[Any] | None
+    """Where each position's document begins, ``[N, S]`` int64; None without document masking."""
 
 
 class Source(Protocol):
@@ -33,7 +44,11 @@ def open_data(config: Config) -> Data:
         ValueError: it is not there, or broken.
         OSError: a file cannot be read.
     """
-    return open_digits() if config.model.family == "vit" else open_corpus(config.data, config.model)
+    if config.model.family == "vit":
+        return open_digits()
+    texts = open_texts(config)
+    is_plain = len(texts.corpora) == 1 and not texts.held_out
+    return texts.corpora[0] if is_plain else texts
 
 
 def source_of(data: Data, config: Config) -> Source:
@@ -42,26 +57,24 @@ def source_of(data: Data, config: Config) -> Source:
         patch_size = config.model.patch_size
         assert patch_size is not None
         return ImageSource(data, config.data.seed, patch_size, config.train.global_batch_size)
-    return BatchSource(
-        data,
-        config.data.seed,
-        config.model.seq_len,
-        config.train.global_batch_size,
-        config.data.document_separator,
-    )
+    return (Texts((data,)) if isinstance(data, Corpus) else data).source(config)
 
 
-def validation_batches(
-    source: Source, config: Config, rows: range
-) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+def validation_batches(source: Source, config: Config, rows: range) -> Iterator[ValidationBatch]:
     """The rows of each batch of the data's validation part; nothing where it has none.
 
     Every batch is as large as a training batch; the last one is filled up with samples whose target
-    is -100.
+    is -100. Of text there are at most ``monitor.validate_batches``.
     """
     if isinstance(source, ImageSource):
         for index in range(source.num_validation_batches):
-            yield source.validation_batch(index, rows)
+            yield ValidationBatch(*source.validation_batch(index, rows), None)
+    elif isinstance(source, BatchSource):
+        num_batches = -(-source.num_held_out // config.train.global_batch_size)
+        for index in range(min(num_batches, config.monitor.validate_batches)):
+            inputs, targets, documents = source.held_out(index, rows)
+            is_masked = config.data.document_masking
+            yield ValidationBatch(inputs, targets, documents if is_masked else None)
 
 
 def documents_of(source: Source, config: Config, step: int, rows: range) -> NDArray[Any] | None:

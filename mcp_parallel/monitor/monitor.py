@@ -34,8 +34,8 @@ class Monitor:
     skipped step is always written. Of a step that was traced also ``communication_share``: the part
     of it that rank 0 spent inside collectives and waits for messages, those inside of fused ops
     left out. Where the data's validation part was measured after a step, which is then written,
-    also ``val_loss`` and ``val_accuracy`` (0 to 1). Of a model that reads images, ``tokens`` are
-    images.
+    also ``val_loss`` and, of images, ``val_accuracy`` (0 to 1). Of a model that reads images,
+    ``tokens`` are images.
 
     Args:
         config: the run.
@@ -118,10 +118,9 @@ class Monitor:
             self._last["communication_share"] = communication_share
         if validation is not None:
             self._validation = validation
-            self._last["val_loss"], self._last["val_accuracy"] = (
-                validation.loss,
-                validation.accuracy,
-            )
+            self._last["val_loss"] = validation.loss
+            if validation.accuracy is not None:
+                self._last["val_accuracy"] = validation.accuracy
         self._progress.update(self._last)
         if (
             self._step % self._every == 0
@@ -165,10 +164,9 @@ class Monitor:
             rate = (self._tokens - self._tokens_before) / max(elapsed_s, 1e-9)
             lines[0] += f", loss {self._last['loss']:.4f}, {rate:,.0f} {self._traits.unit}/s"
         if self._validation is not None:
-            lines.append(
-                f"validation: accuracy {self._validation.accuracy:.2%}, "
-                f"loss {self._validation.loss:.4f}"
-            )
+            accuracy = self._validation.accuracy
+            share = "" if accuracy is None else f"accuracy {accuracy:.2%}, "
+            lines.append(f"validation: {share}loss {self._validation.loss:.4f}")
         return "\n".join([*lines, f"run folder: {folder}", *way_on])
 
     def _after_training(self, folder: str, resume: str) -> str:

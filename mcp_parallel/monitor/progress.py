@@ -66,13 +66,13 @@ def eta_text(seconds: float) -> str:
 
 def describe(record: Mapping[str, Any], unit: str = "tokens") -> str:
     """The numbers of a step in one short text."""
-    accuracy = record.get("val_accuracy")
+    accuracy, val_loss = record.get("val_accuracy"), record.get("val_loss")
+    seen = "" if val_loss is None else f"  val loss {val_loss:.4f}"
+    seen = seen if accuracy is None else f"  val accuracy {accuracy:.1%}"
     norm = f"grad norm {record['grad_norm']:.3f}"
     if record.get("skipped"):
         norm = f"skipped (overflow at loss scale {record['loss_scale']:g})"
-    return (f"loss {record['loss']:.4f}  {norm}  {record['tokens_per_s']:,.0f} {unit}/s") + (
-        "" if accuracy is None else f"  val accuracy {accuracy:.1%}"
-    )
+    return f"loss {record['loss']:.4f}  {norm}  {record['tokens_per_s']:,.0f} {unit}/s{seen}"
 
 
 class _Lines:

@@ -1,261 +1,235 @@
 """Source files to one token file: tokenised in parallel into parts, joined, indexed.
 
-A part is kept with a record of what it was made from. Started again after a crash, a run takes over
-each part whose source, tokenizer and bytes are still the same, and makes the others.
+Neither the number of processes nor a stop on the way changes a byte of the result: see ``pieces``
+for where sources are cut, and ``part`` for what a run takes over from one that was stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import multiprocessing
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, Any, NamedTuple
 
-import numpy as np
-
-from mcp_parallel.data.files import TextFile, token_width
-from mcp_parallel.data.prepare.documents import SourceError, documents
+from mcp_parallel.data import storage
 from mcp_parallel.data.prepare.index import (
+    INDEX_FILE,
     TOKENS_FILE,
     Index,
     Part,
-    checksums_of,
+    Skipped,
+    block_bytes_for,
     replace_file,
 )
-from mcp_parallel.errors import shown
+from mcp_parallel.data.prepare.part import Made, Maker, Task, kept, make_in_worker, worker
+from mcp_parallel.data.prepare.pieces import pieces_of
+from mcp_parallel.data.prepare.recipe import REQUEST_FILE, TOKENIZER_FILE, Recipe
+from mcp_parallel.data.prepare.sources import Shard, SourceError
 
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+PARTS_FOLDER = "parts"
+# How often the bar moves.
+_LOOK_S = 0.25
 
-SEPARATOR = "<|endoftext|>"
-TOKENIZER_FILE, PARTS_FOLDER = "tokenizer.json", "parts"
-# Documents given to the tokenizer at a time: enough to keep its loop in Rust, few enough to hold.
-_BATCH = 256
+Progress = Callable[[int, int], None]
+"""Told of bytes read and tokens made so far."""
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """How text becomes tokens; the same for every part."""
+class Built:
+    """A finished token file."""
 
-    tokenizer: str
-    """The tokenizer's JSON."""
-    field: str
-    """Key of the text in JSONL."""
-    separator: int
-    vocab_size: int
-
-    @property
-    def digest(self) -> str:
-        """Changes when a token could."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of a token in a file."""
-        return np.dtype(f"<u{token_width(self.vocab_size)}")
+    index: Index
+    num_kept: int
+    """Pieces taken over from a run that was stopped."""
 
 
-def train_tokenizer(files: Sequence[TextFile], field: str, vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of all documents; every text has tokens, whatever its bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[SEPARATOR],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    every = (text for file in files for text in documents(file, field))
-    tokenizer.train_from_iterator(every, trainer)
-    return tokenizer
-
-
-def trained_tokenizer(
-    files: Sequence[TextFile], folder: Path, field: str, vocab_size: int
-) -> Tokenizer:
-    """``train_tokenizer``, or what a stopped run of the same request left in ``folder``."""
-    request, kept = folder / PARTS_FOLDER / "request.json", folder / TOKENIZER_FILE
-    stamps = [[str(f.path), f.size, f.path.stat().st_mtime_ns] for f in files]
-    wanted = json.dumps({"vocab": vocab_size, "field": field, "files": stamps}).encode()
-    if request.is_file() and kept.is_file() and request.read_bytes() == wanted:
-        return load_tokenizer(kept)
-    tokenizer = train_tokenizer(files, field, vocab_size)
-    request.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(kept, tokenizer.to_str().encode())
-    replace_file(request, wanted)
-    return tokenizer
-
-
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a ``tokenizer.json``.
-
-    Raises:
-        SourceError: there is none.
-    """
-    from tokenizers import Tokenizer
-
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception for all that can go wrong
-        raise SourceError(
-            f"data: --tokenizer must be a tokenizer.json, got {str(path)!a} ({error}); "
-            "give one, or --train-vocab to make one"
-        ) from None
-
-
-def recipe_of(tokenizer: Tokenizer, field: str, separator: str) -> Recipe:
-    """The recipe of a tokenizer.
-
-    Raises:
-        SourceError: ``separator`` is none of its tokens.
-    """
-    number = tokenizer.token_to_id(separator)
-    if number is None:
-        raise SourceError(
-            f"data: --separator must be a token of the tokenizer, got {shown(separator)}; "
-            "give the one that ends its documents"
-        )
-    return Recipe(tokenizer.to_str(), field, number, max(tokenizer.get_vocab().values()) + 1)
+class _Plan(NamedTuple):
+    tasks: list[Task]
+    numbers: list[int]
+    """The shard of each task."""
+    bad: dict[int, str]
+    """Shards that have no pieces, and why."""
 
 
 def build(
-    files: Sequence[TextFile],
-    folder: Path,
+    shards: Sequence[Shard],
+    out: str,
+    work: Path,
     recipe: Recipe,
     jobs: int,
-    progress: Callable[[int, int], None],
-) -> Index:
-    """Tokenise ``files`` into ``folder``.
+    progress: Progress,
+    *,
+    skip_bad: bool = False,
+) -> Built:
+    """Tokenise ``shards`` into ``out``.
 
     Args:
-        files: sources, in the order in which their tokens are to stand.
-        folder: gets ``tokens.bin``, its ``index.json`` and ``tokenizer.json``; holds ``parts`` on
-            the way.
+        shards: sources, in the order in which their tokens are to stand.
+        out: a folder or a URL, gets ``tokens.bin``, ``tokenizer.json`` and, last, ``index.json``.
+        work: a folder of this machine that holds ``parts`` on the way; it may be ``out``.
         recipe: how.
-        jobs: processes; each takes a file at a time.
-        progress: called with bytes done and tokens so far after each file.
+        jobs: processes; each takes a piece at a time.
+        progress: called now and then.
+        skip_bad: leave broken shards out and name them in the index.
 
     Raises:
-        SourceError: a file is broken; parts of others stay for the next run.
+        SourceError: a shard is broken, or none is whole; parts of others stay for the next run.
+        StorageError: a URL cannot be reached.
+        OSError: a file cannot be read or written.
+
+    Cost: parts and the finished file are both on disk for a moment.
     """
-    parts = folder / PARTS_FOLDER
-    parts.mkdir(parents=True, exist_ok=True)
-    (folder / "index.json").unlink(missing_ok=True)
-    replace_file(folder / TOKENIZER_FILE, recipe.tokenizer.encode())
-    made: dict[int, Part] = {}
-    done_bytes = 0
-    for number, part in _make_parts(files, parts, recipe, jobs):
-        made[number] = part
-        done_bytes += files[number].size
-        progress(done_bytes, sum(part.tokens for part in made.values()))
-    ordered = tuple(made[number] for number in range(len(files)))
-    path = folder / TOKENS_FILE
-    temporary = folder / f".{TOKENS_FILE}.tmp"
-    with temporary.open("wb") as out:
-        for number in range(len(files)):
-            with (parts / f"{number:06d}.bin").open("rb") as source:
-                shutil.copyfileobj(source, out, 1 << 20)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(temporary, path)
-    width = recipe.dtype.itemsize
-    checksums = tuple(checksums_of(path))
-    index = Index(recipe.vocab_size, width, recipe.separator, ordered, checksums)
-    index.write(folder)
-    shutil.rmtree(parts)
-    return index
+    (work / PARTS_FOLDER).mkdir(parents=True, exist_ok=True)
+    storage.remove(storage.below(out, INDEX_FILE))
+    plan = _plan(shards, work / PARTS_FOLDER, recipe, skip_bad)
+    taken_over = {n: made for n, task in enumerate(plan.tasks) if (made := kept(task, recipe))}
+    made = dict(taken_over)
+    for number, one in _make(plan, made, recipe, jobs, progress):
+        made[number] = one
+        if one.bad is not None and not skip_bad:
+            raise SourceError(one.bad)
+    parts, skipped = _shards_made(shards, plan, made, skip_bad)
+    good = {part.name for part in parts}
+    whole = [t.stem.with_suffix(".bin") for t in plan.tasks if t.shard.name in good]
+    checksums = _join(whole, out)
+    num_bytes = sum(part.tokens for part in parts) * recipe.dtype.itemsize
+    index = Index(
+        recipe.vocab_size,
+        recipe.dtype.itemsize,
+        recipe.separator,
+        tuple(parts),
+        block_bytes_for(num_bytes),
+        checksums,
+        recipe.tokenizer_digest,
+        tuple(skipped),
+    )
+    _write(out, TOKENIZER_FILE, recipe.tokenizer.encode())
+    _write(out, INDEX_FILE, index.to_bytes())
+    shutil.rmtree(work / PARTS_FOLDER)
+    (work / REQUEST_FILE).unlink(missing_ok=True)
+    return Built(index, len(taken_over))
 
 
-def _make_parts(
-    files: Sequence[TextFile], parts: Path, recipe: Recipe, jobs: int
-) -> Iterator[tuple[int, Part]]:
-    """(number, part) of each file as it is done."""
-    waiting = []
-    for number, file in enumerate(files):
-        kept = _kept(parts / f"{number:06d}", file, recipe)
-        if kept is None:
-            waiting.append(number)
-        else:
-            yield number, kept
+def _plan(shards: Sequence[Shard], folder: Path, recipe: Recipe, skip_bad: bool) -> _Plan:
+    """Every piece of every shard, and what its part is called."""
+    plan = _Plan([], [], {})
+    for number, shard in enumerate(shards):
+        try:
+            pieces = pieces_of(shard, recipe.cut)
+        except SourceError as error:
+            if not skip_bad:
+                raise
+            plan.bad[number] = str(error)
+            continue
+        for at, piece in enumerate(pieces):
+            plan.tasks.append(Task(shard, piece, folder / f"{number:06d}-{at:06d}"))
+            plan.numbers.append(number)
+    return plan
+
+
+def _make(
+    plan: _Plan, made: dict[int, Made], recipe: Recipe, jobs: int, progress: Progress
+) -> Iterator[tuple[int, Made]]:
+    """(number of the task, its part) of each that is not made yet, as they are done."""
     # The tokenizer has threads of its own, which a forked process would not have.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(jobs, len(waiting))), context) as pool:
-        running = {
-            pool.submit(make_part, files[number], parts / f"{number:06d}", recipe): number
-            for number in waiting
+    counters = context.Array("q", 2)
+    counters[0] = sum(plan.tasks[number].piece.size for number in made)
+    counters[1] = sum(one.tokens for one in made.values())
+    waiting = [number for number in range(len(plan.tasks)) if number not in made]
+    progress(counters[0], counters[1])
+    if jobs == 1:
+        maker = Maker(recipe, counters)
+        for number in waiting:
+            yield number, maker.make(plan.tasks[number])
+            progress(counters[0], counters[1])
+        return
+    pool = ProcessPoolExecutor(
+        max(1, min(jobs, len(waiting))), context, worker, (recipe, counters, os.getpid())
+    )
+    with pool:
+        running: dict[Future[Made], int] = {
+            pool.submit(make_in_worker, plan.tasks[number]): number for number in waiting
         }
         try:
-            for future in as_completed(running):
-                yield running[future], future.result()
-        except BaseException:
+            while running:
+                done, _ = wait(running, _LOOK_S, FIRST_COMPLETED)
+                progress(counters[0], counters[1])
+                for future in done:
+                    yield running.pop(future), future.result()
+        finally:
             pool.shutdown(cancel_futures=True)
-            raise
 
 
-def make_part(file: TextFile, stem: Path, recipe: Recipe) -> Part:
-    """Tokenise one file to ``STEM.bin``, and leave the record that says so in ``STEM.json``."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_str(recipe.tokenizer)
-    # All of a document and nothing but it: a file may carry settings for batches of a model, and a
-    # text that spells the separator must not end there.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
-    end = np.array([recipe.separator], dtype=recipe.dtype)
-    tokens = count = 0
-    path = stem.with_suffix(".bin")
-    with path.open("wb") as out:
-        for batch in _batches(documents(file, recipe.field)):
-            for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
-                ids = np.array(encoding.ids, dtype=np.int64).astype(recipe.dtype)
-                out.write(ids.tobytes() + end.tobytes())
-                tokens += len(ids) + 1
-                count += 1
-        out.flush()
-        os.fsync(out.fileno())
-    part = Part(file.name, tokens, count)
-    record = {**_origin(file, recipe), **asdict(part), "checksums": list(checksums_of(path))}
-    replace_file(stem.with_suffix(".json"), json.dumps(record).encode())
-    return part
-
-
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _BATCH:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _origin(file: TextFile, recipe: Recipe) -> dict[str, Any]:
-    """What a part was made from."""
-    stamp = file.path.stat()
-    source = [str(file.path), stamp.st_size, stamp.st_mtime_ns]
-    return {"source": source, "recipe": recipe.digest}
-
-
-def _kept(stem: Path, file: TextFile, recipe: Recipe) -> Part | None:
-    """The part of an earlier run, where it is whole and still what this run would make."""
-    try:
-        record = json.loads(stem.with_suffix(".json").read_bytes())
-        checksums = record.pop("checksums")
-        part = Part(record.pop("name"), record.pop("tokens"), record.pop("documents"))
-        is_same = record == _origin(file, recipe) and part.name == file.name
-        return (
-            part if is_same and checksums == list(checksums_of(stem.with_suffix(".bin"))) else None
+def _shards_made(
+    shards: Sequence[Shard], plan: _Plan, made: dict[int, Made], skip_bad: bool
+) -> tuple[list[Part], list[Skipped]]:
+    """The tokens of each whole shard, and the shards that are not."""
+    parts, skipped = [], []
+    of_shard: list[list[Made]] = [[] for _ in shards]
+    for task, number in enumerate(plan.numbers):
+        of_shard[number].append(made[task])
+    for number, (shard, own) in enumerate(zip(shards, of_shard, strict=True)):
+        part = Part(shard.name, sum(m.tokens for m in own), sum(m.documents for m in own))
+        # The first break in the file, whichever was found first.
+        reason = plan.bad.get(number) or next((m.bad for m in own if m.bad is not None), None)
+        if reason is None and part.documents == 0:
+            reason = f"data: {shard.name!a} must hold some text, got no document"
+        if reason is None:
+            parts.append(part)
+            continue
+        if not skip_bad:
+            raise SourceError(reason)
+        skipped.append(Skipped(shard.name, reason.removeprefix("data: ")))
+    if not parts:
+        raise SourceError(
+            f"data: SOURCE must hold a file that is whole, got {len(skipped)} that are not; the "
+            f"first: {skipped[0].reason}"
         )
-    except (OSError, ValueError, KeyError, AttributeError):
-        return None  # an earlier run did not get this far
+    return parts, skipped
+
+
+def _join(parts: Sequence[Path], out: str) -> tuple[str, ...]:
+    """Write ``parts`` as ``out``'s token file; returns the checksums of its blocks."""
+    block_bytes = block_bytes_for(sum(part.stat().st_size for part in parts))
+    if storage.is_url(out):
+        with storage.created(storage.below(out, TOKENS_FILE)) as file:
+            return _copied(parts, file, block_bytes)
+    folder = storage.local_path(out)
+    temporary = folder / f".{TOKENS_FILE}.tmp"
+    with temporary.open("wb") as file:
+        checksums = _copied(parts, file, block_bytes)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, folder / TOKENS_FILE)
+    return checksums
+
+
+def _copied(parts: Sequence[Path], out: IO[bytes], block_bytes: int) -> tuple[str, ...]:
+    checksums: list[str] = []
+    running: Any = hashlib.sha256()
+    left = block_bytes
+    for part in parts:
+        with part.open("rb") as source:
+            while window := source.read(min(left, 1 << 20)):
+                out.write(window)
+                running.update(window)
+                left -= len(window)
+                if left == 0:
+                    checksums.append(running.hexdigest())
+                    running, left = hashlib.sha256(), block_bytes
+    if left < block_bytes:
+        checksums.append(running.hexdigest())
+    return tuple(checksums)
+
+
+def _write(out: str, name: str, text: bytes) -> None:
+    if storage.is_url(out):
+        storage.write(storage.below(out, name), text)
+    else:
+        replace_file(storage.local_path(out) / name, text)

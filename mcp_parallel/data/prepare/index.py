@@ -1,7 +1,7 @@
 """What a token file holds and how to know that it still does: ``index.json`` beside it. No torch.
 
 The index is written last, so a token file without one is not finished. Checksums are of blocks:
-a reader can check the part that it is about to read.
+a reader checks the part that it is about to read, and fetches no more than that from a URL.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcp_parallel.data import storage
 from mcp_parallel.errors import shown
 
 TOKENS_FILE, INDEX_FILE = "tokens.bin", "index.json"
-VERSION = 1
-# Small enough to check before use, large enough that 10 GB take 150 lines.
-BLOCK_BYTES = 64 * 2**20
+VERSION = 2
+# A block is checked, and fetched, in a few milliseconds. Of a file too large for that many lines
+# blocks are larger: the index of 1 TB is read in a tenth of a second.
+_MIN_BLOCK_BYTES = 1 << 20
+_MAX_BLOCKS = 1 << 16
+# Version 1 had no key for it.
+_BLOCK_BYTES_1 = 64 << 20
 
 
 class TokenFileError(ValueError):
@@ -37,6 +42,14 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Skipped:
+    """A source file that was left out, as asked for."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class Index:
     """Everything about a token file but its tokens."""
 
@@ -47,69 +60,144 @@ class Index:
     """The token that ends each document."""
     parts: tuple[Part, ...]
     """In the order of the file."""
+    block_bytes: int
     checksums: tuple[str, ...]
-    """SHA-256 of each block of ``BLOCK_BYTES``."""
+    """SHA-256 of each block of ``block_bytes``."""
+    tokenizer: str = ""
+    """SHA-256 of ``tokenizer.json``; files of equal ones can be mixed. Version 1 did not say."""
+    skipped: tuple[Skipped, ...] = ()
+    """Broken sources that are not in the file."""
 
     @property
     def tokens(self) -> int:
         """In the whole file."""
         return sum(part.tokens for part in self.parts)
 
-    def write(self, folder: Path) -> None:
-        """Replace the folder's index as a whole."""
-        text = json.dumps(
-            {"version": VERSION, "block_bytes": BLOCK_BYTES, **asdict(self)}, indent=1
-        )
-        replace_file(folder / INDEX_FILE, text.encode())
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole file."""
+        return self.tokens * self.width
+
+    def to_bytes(self) -> bytes:
+        """The text of ``index.json``."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
 
     @classmethod
-    def read(cls, folder: Path) -> Index:
-        """The index of ``folder``.
+    def read(cls, folder: Path | str) -> Index:
+        """The index of ``folder``, a path or a URL.
 
         Raises:
             TokenFileError: there is none, or it is broken.
+            StorageError: the URL cannot be reached.
         """
-        path = folder / INDEX_FILE
+        path = storage.below(str(folder), INDEX_FILE)
         try:
-            values: Any = json.loads(path.read_bytes())
-            if (values.pop("version"), values.pop("block_bytes")) != (VERSION, BLOCK_BYTES):
-                raise ValueError("another version")
-            parts = tuple(Part(**part) for part in values.pop("parts"))
-            return cls(parts=parts, checksums=tuple(values.pop("checksums")), **values)
+            return _parsed(storage.content(path))
+        except storage.StorageError:
+            raise
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise TokenFileError(
-                f"data: {str(path)!a} must be the index of a finished token file, got "
+                f"data: {path!a} must be the index of a finished token file, got "
                 f"{type(error).__name__}: {shown(str(error))[1:-1]}; run mcp-parallel data again"
             ) from None
 
 
-def checksums_of(path: Path) -> Iterator[str]:
+def _parsed(text: bytes) -> Index:
+    values: Any = json.loads(text)
+    version = values.pop("version")
+    if version == 1:
+        values["block_bytes"] = _BLOCK_BYTES_1
+    elif version != VERSION:
+        raise ValueError(f"version {version}")
+    parts = tuple(Part(**part) for part in values.pop("parts"))
+    skipped = tuple(Skipped(**entry) for entry in values.pop("skipped", ()))
+    index = Index(parts=parts, checksums=tuple(values.pop("checksums")), skipped=skipped, **values)
+    sizes = (index.width, index.block_bytes, index.vocab_size, *(p.tokens for p in parts))
+    if not all(type(size) is int and size >= 0 for size in sizes) or index.width not in (1, 2, 4):
+        raise ValueError("sizes that are none")
+    if len(index.checksums) != -(-index.num_bytes // index.block_bytes):
+        raise ValueError("another number of checksums than blocks")
+    return index
+
+
+def block_bytes_for(num_bytes: int) -> int:
+    """Bytes of a block of a file: 1 MiB, doubled until there are at most 65536 blocks."""
+    size = _MIN_BLOCK_BYTES
+    while size * _MAX_BLOCKS < num_bytes:
+        size *= 2
+    return size
+
+
+def digest(block: bytes | memoryview) -> str:
+    """The checksum of a block."""
+    return hashlib.sha256(block).hexdigest()
+
+
+def checksums_of(path: Path | str, block_bytes: int) -> Iterator[str]:
     """SHA-256 of each block of a file. Cost: reads it once."""
-    with path.open("rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            yield hashlib.sha256(block).hexdigest()
+    with storage.opened(str(path)) as file:
+        while block := file.read(block_bytes):
+            yield digest(block)
 
 
-def verify(folder: Path) -> Index:
+def index_beside(path: str) -> Index | None:
+    """The index of the token file ``path``; None of one that ``mcp-parallel data`` did not make.
+
+    Raises:
+        TokenFileError: the index is broken, or the file has another size than it says.
+        OSError: a file cannot be read.
+    """
+    location = storage.local_path(path)
+    if location.name != TOKENS_FILE or not (location.parent / INDEX_FILE).is_file():
+        return None
+    index = Index.read(location.parent)
+    check_size(path, index, location.stat().st_size)
+    return index
+
+
+def check_size(path: str, index: Index, size: int) -> None:
+    """Refuse a token file of another size than its index says.
+
+    Raises:
+        TokenFileError: it is.
+    """
+    if size != index.num_bytes:
+        raise TokenFileError(
+            f"data: {path!a} must hold {index.tokens} tokens of {index.width} bytes, got "
+            f"{size} bytes; run mcp-parallel data again, or copy it again"
+        )
+
+
+def changed_block(path: str, number: int, index: Index) -> TokenFileError:
+    """The error of a block that is not what was written."""
+    start = number * index.block_bytes
+    stop = min(index.num_bytes, start + index.block_bytes)
+    return TokenFileError(
+        f"data: {path!a} must be as it was written, got other bytes between {start} and {stop}; "
+        "run mcp-parallel data again, or copy it again"
+    )
+
+
+def verify(folder: Path | str) -> Index:
     """Read every byte of a token file and compare it with its index, which is returned.
+
+    Args:
+        folder: a path or a URL.
 
     Raises:
         TokenFileError: no index, another size, or a block that has changed.
+        StorageError: the URL cannot be reached.
     """
-    index, path = Index.read(folder), folder / TOKENS_FILE
-    size = path.stat().st_size if path.is_file() else 0
-    if size != index.tokens * index.width:
-        raise TokenFileError(
-            f"data: {str(path)!a} must hold {index.tokens} tokens of {index.width} bytes, got "
-            f"{size} bytes; run mcp-parallel data again"
-        )
-    for number, (found, wanted) in enumerate(zip(checksums_of(path), index.checksums, strict=True)):
-        if found != wanted:
-            start = number * BLOCK_BYTES
-            raise TokenFileError(
-                f"data: {str(path)!a} must be as it was written, got other bytes between {start} "
-                f"and {min(size, start + BLOCK_BYTES)}; run mcp-parallel data again"
-            )
+    index, path = Index.read(folder), storage.below(str(folder), TOKENS_FILE)
+    try:
+        size = storage.size_of(path)
+    except FileNotFoundError:
+        size = 0
+    check_size(path, index, size)
+    found = checksums_of(path, index.block_bytes)
+    for number, (here, wanted) in enumerate(zip(found, index.checksums, strict=True)):
+        if here != wanted:
+            raise changed_block(path, number, index)
     return index
 
 

@@ -1,0 +1,230 @@
+"""Sources cut into pieces that are read on their own, and the texts in each.
+
+Where a piece begins is a function of the file alone: however many processes read them, the texts
+and hence the tokens are the same. JSONL is cut at lines and Parquet at row groups. A text file is
+one document; a long one is cut at a newline between two visible characters, where byte-level
+tokenizers end a token anyway, so its tokens are those of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+from mcp_parallel.data import storage
+from mcp_parallel.data.files import SNIFFED_BYTES, looks_like_text
+from mcp_parallel.data.prepare.sources import Shard, SourceError
+from mcp_parallel.errors import joined, shown
+
+_BETWEEN_LINES = re.compile(rb"(?<=[!-~])\n(?=[!-~])")
+_NEVER_INSIDE = re.compile(rb"[^\x80-\xbf]")
+
+
+class Cut(NamedTuple):
+    """How long the pieces are."""
+
+    segment_bytes: int = 1 << 20
+    """Of a text, given to the tokenizer at once: its records take a hundred times as much."""
+    segments: int = 32
+    """In a piece, which is a few seconds of work: little is lost with a process, and 1 TB of files
+    has 30,000."""
+
+
+DEFAULT_CUT = Cut()
+
+
+class Piece(NamedTuple):
+    """A part of a shard."""
+
+    start: int
+    """In bytes; of Parquet the row group."""
+    stop: int
+    size: int
+    """Bytes to read, for the progress bar."""
+    first_row: int = 0
+    """Of Parquet, in the file."""
+
+
+class Text(NamedTuple):
+    """What is tokenised at once."""
+
+    text: str
+    is_end: bool
+    """The document ends here."""
+
+
+def pieces_of(shard: Shard, cut: Cut) -> list[Piece]:
+    """The pieces of a file, in order; at least one.
+
+    Args:
+        shard: the file.
+        cut: how long they are; row groups are what they are.
+
+    Raises:
+        SourceError: the file is empty, no text, or no Parquet.
+        StorageError: a URL that cannot be reached.
+        OSError: the file cannot be read.
+    """
+    if shard.size == 0:
+        raise SourceError(f"data: {shard.name!a} must hold some text, got an empty file")
+    if shard.kind == "parquet":
+        from mcp_parallel.data.prepare.parquet import row_groups
+
+        return [Piece(number, number + 1, size, row) for number, size, row in row_groups(shard)]
+    with storage.opened(shard.path) as file:
+        if not looks_like_text(file.read(SNIFFED_BYTES)):
+            raise SourceError(f"data: {shard.name!a} must be text, got NUL bytes")
+    step = cut.segments * cut.segment_bytes
+    starts = range(0, shard.size, step)
+    ends = [*starts[1:], shard.size]
+    return [Piece(a, b, b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def texts_of(shard: Shard, piece: Piece, field: str, cut: Cut) -> Iterator[Text]:
+    """The texts of a piece, in order.
+
+    Args:
+        shard: the file.
+        piece: of it.
+        field: key or column of the text, in JSONL and Parquet.
+        cut: as for ``pieces_of``.
+
+    Raises:
+        SourceError: bytes that are no UTF-8, a line that is no JSON object, or a record without
+            text.
+        StorageError: a URL that cannot be reached.
+        OSError: the file cannot be read.
+    """
+    if shard.kind == "parquet":
+        from mcp_parallel.data.prepare.parquet import texts_of_group
+
+        for text in texts_of_group(shard, piece.start, piece.first_row, field):
+            yield Text(text, is_end=True)
+        return
+    with storage.opened(shard.path) as file:
+        if shard.kind == "jsonl":
+            yield from _lines(shard, piece, file, field)
+        else:
+            yield from _segments(shard, piece, file, cut.segment_bytes)
+
+
+def _segments(shard: Shard, piece: Piece, file: IO[bytes], size: int) -> Iterator[Text]:
+    """The segments of a text that belong to the piece.
+
+    Segment k goes from the cut in window k, ``[k size, (k + 1) size)``, to the cut in the next; the
+    first begins with the file, and the last ends with it.
+    """
+    last = -(-shard.size // size)
+    first, stop = piece.start // size, -(-piece.stop // size)
+    file.seek(piece.start)
+    at, pending = piece.start, b""
+    for number in range(first, stop + 1):
+        window = _read(file, min(size, shard.size - number * size), shard) if number < last else b""
+        cut = _cut_in(window) if number > 0 else 0
+        if number > first:
+            segment = pending + window[:cut]
+            yield Text(_decoded(segment, at, shard.name), is_end=number == last)
+            at += len(segment)
+        else:
+            at += cut
+        pending = window[cut:]
+
+
+def _cut_in(window: bytes) -> int:
+    """Where in a window the text is cut: between lines as above, else after any, else anywhere."""
+    found = _BETWEEN_LINES.search(window)
+    if found:
+        return found.end()
+    newline = window.find(b"\n")
+    if newline >= 0:
+        return newline + 1
+    character = _NEVER_INSIDE.search(window)
+    return character.start() if character else len(window)
+
+
+def _lines(shard: Shard, piece: Piece, file: IO[bytes], field: str) -> Iterator[Text]:
+    """The texts of the lines that begin in the piece."""
+    at = piece.start
+    if at > 0:
+        file.seek(at - 1)
+        at += len(file.readline()) - 1
+    first, number = at, 0
+    while at < piece.stop and (line := file.readline()):
+        at += len(line)
+        number += 1
+        if line.strip():
+            try:
+                yield Text(text_of_line(line, field), is_end=True)
+            except SourceError as error:
+                place = f"{shard.name} line {_lines_before(shard, first) + number}"
+                raise SourceError(f"data: {place!a} {error}") from None
+    if at < piece.stop:
+        raise _changed(shard)
+
+
+def _lines_before(shard: Shard, stop: int) -> int:
+    """Lines that end before ``stop``: what a message has to add. Cost: reads that far."""
+    count, at = 0, 0
+    with storage.opened(shard.path) as file:
+        while at < stop and (window := file.read(min(1 << 20, stop - at))):
+            count, at = count + window.count(b"\n"), at + len(window)
+    return count
+
+
+def text_of_line(line: bytes, field: str) -> str:
+    """The text in one line of JSONL; errors begin after the place."""
+    try:
+        value: Any = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise SourceError(_no_utf8(line, error.start, 0)) from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"must be JSON, got an error: {shown(str(error))[1:-1]}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"must be a JSON object, got {shown(value)}")
+    if not isinstance(value.get(field), str):
+        raise SourceError(without_text(field, value.get(field), value.items()))
+    return value[field]
+
+
+def without_text(field: str, got: object, items: Any) -> str:
+    """The words on a record whose ``field`` is no text."""
+    keys = joined((shown(key) for key, held in items if isinstance(held, str)), "and")
+    return (
+        f"must have text in {shown(field)}, got {shown(got)}; give --field, text is in "
+        f"{keys or 'none of its keys'}"
+    )
+
+
+def _decoded(content: bytes, start: int, name: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise SourceError(f"data: {name!a} {_no_utf8(content, error.start, start)}") from None
+
+
+def _no_utf8(content: bytes, at: int, start: int) -> str:
+    return (
+        f"must be UTF-8, got byte 0x{content[at]:02x} at {start + at}; convert it, or leave the "
+        "file out"
+    )
+
+
+def _read(file: IO[bytes], size: int, shard: Shard) -> bytes:
+    """``size`` bytes, also of a file that gives them in parts."""
+    parts, left = [], size
+    while left:
+        part = file.read(left)
+        if not part:
+            raise _changed(shard)
+        parts.append(part)
+        left -= len(part)
+    return b"".join(parts)
+
+
+def _changed(shard: Shard) -> SourceError:
+    return SourceError(
+        f"data: {shard.name!a} must keep its {shard.size} bytes while it is read, got fewer; start "
+        "again when it is no longer written"
+    )

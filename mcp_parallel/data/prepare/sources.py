@@ -1,0 +1,95 @@
+"""The files that a token file is made of: found, named, and told apart by kind. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from mcp_parallel.data import storage
+from mcp_parallel.data.files import kind_of, walk
+from mcp_parallel.errors import shown
+
+JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
+# What writers of many files leave beside them.
+_MARKERS = frozenset({"_SUCCESS", "_metadata", "_common_metadata"})
+
+
+class SourceError(ValueError):
+    """A source that cannot be read as documents; names the file and the place in it."""
+
+
+class Shard(NamedTuple):
+    """One file of a source."""
+
+    name: str
+    """Below the source, with "/"."""
+    path: str
+    """On this machine, or a URL."""
+    size: int
+    """Bytes."""
+    stamp: str
+    """Changes when the file does."""
+
+    @property
+    def kind(self) -> Literal["jsonl", "parquet", "text"]:
+        """By the end of its name."""
+        name = self.name.lower()
+        if name.endswith(JSON_LINES):
+            return "jsonl"
+        return "parquet" if name.endswith(PARQUET) else "text"
+
+
+def find_sources(source: str) -> tuple[list[Shard], list[str]]:
+    """The files of a folder, each folder's own before those of its folders; or the one file.
+
+    Args:
+        source: a path or a URL.
+
+    Returns:
+        Files, and the names of those that are left out because they are hidden.
+
+    Raises:
+        SourceError: nothing there, or nothing in it.
+        StorageError: a URL that cannot be used or reached.
+        OSError: a folder cannot be listed.
+    """
+    if storage.is_url(source):
+        found, hidden = _remote(source)
+    else:
+        found, hidden = _local(source)
+    if sum(shard.size for shard in found) == 0:
+        raise SourceError(f"data: SOURCE must hold some text, got {shown(source)} with none")
+    return found, hidden
+
+
+def _local(source: str) -> tuple[list[Shard], list[str]]:
+    kind, path = kind_of(source), storage.local_path(source)
+    if kind in ("file", "tokens"):
+        return [_shard(path.name, str(path))], []
+    if kind != "folder":
+        raise SourceError(
+            "data: SOURCE must be a text, .jsonl or .parquet file or a folder of them, got "
+            f"{shown(source)}; give one that exists"
+        )
+    names = [f"{directory}/{file}"[len(str(path)) + 1 :] for directory, file in walk(path)]
+    names = [name for name in names if name.rpartition("/")[2] not in _MARKERS]
+    every = {entry.relative_to(path).as_posix() for entry in path.rglob("*") if entry.is_file()}
+    shards = [_shard(name, str(path / name)) for name in names if (path / name).is_file()]
+    return shards, sorted(every - set(names))
+
+
+def _shard(name: str, path: str) -> Shard:
+    return Shard(name, path, storage.size_of(path), storage.stamp_of(path))
+
+
+def _remote(url: str) -> tuple[list[Shard], list[str]]:
+    entries = storage.listed(url)
+    hidden = [e.name for e in entries if any(part[0] in ".\0" for part in e.name.split("/"))]
+    left_out = {*hidden, *(e.name for e in entries if e.name.rpartition("/")[2] in _MARKERS)}
+    kept = [Shard(*entry) for entry in entries if entry.name not in left_out]
+    return sorted(kept, key=lambda shard: _walked(shard.name)), sorted(left_out)
+
+
+def _walked(name: str) -> tuple[tuple[bool, str], ...]:
+    """Sorts names as ``walk`` does: a folder's own files before its folders."""
+    *folders, file = name.split("/")
+    return (*((True, folder) for folder in folders), (False, file))
