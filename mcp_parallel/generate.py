@@ -16,6 +16,7 @@ from mcp_parallel.checkpoint.io import load
 from mcp_parallel.checkpoint.manifest import Manifest
 from mcp_parallel.checkpoint.planning import LocalChunk
 from mcp_parallel.config import Config, ParallelConfig
+from mcp_parallel.data.sources import named_sources
 from mcp_parallel.errors import ConfigError
 from mcp_parallel.layout import Layout
 from mcp_parallel.model.stage import StageModel
@@ -40,7 +41,7 @@ class Codec:
     @classmethod
     def of(cls, config: Config) -> Codec:
         """The codec of the data that the model was trained on."""
-        if (config.data.path or "").endswith(".bin"):
+        if any(source.holds_tokens for source in named_sources(config.data)):
             return cls(config.model.vocab_size, is_text=False)
         return cls(min(BYTE_VOCAB, config.model.vocab_size), is_text=True)
 

@@ -195,7 +195,6 @@ def _report(folder: str, built: Built, *, as_json: bool) -> None:
     documents = sum(part.documents for part in index.parts)
     settings = {
         "data.path": path,
-        "data.document_separator": index.separator,
         "model.vocab_size": index.vocab_size,
     }
     if as_json:
@@ -205,6 +204,7 @@ def _report(folder: str, built: Built, *, as_json: bool) -> None:
             "files": len(index.parts),
             "skipped": [asdict(entry) for entry in index.skipped],
             "pieces_taken_over": built.num_kept,
+            "separator": index.separator,
         }
         sys.stdout.write(json.dumps({**outcome, "set": settings}) + "\n")
         return

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
+from mcp_parallel.data.sources import anchored
 from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
 from mcp_parallel.launch.variables import own_cuts, under_torchrun
@@ -135,10 +136,10 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
 
 
 def _anchored(config: Config) -> Config:
-    """``config`` with its data path absolute, so that the run resumes from any directory."""
-    if config.data.path is None or traits_of(config.model).data_is_named:
+    """``config`` with its data paths absolute, so that the run resumes from any directory."""
+    if traits_of(config.model).data_is_named:
         return config
-    return replace(config, data=replace(config.data, path=os.path.abspath(config.data.path)))
+    return replace(config, data=anchored(config.data))
 
 
 def _rank_body(

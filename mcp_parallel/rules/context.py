@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from mcp_parallel.config import Config
 from mcp_parallel.data import files
+from mcp_parallel.data.sources import named_sources
 from mcp_parallel.errors import shown
+from mcp_parallel.rules.data import has_index
 from mcp_parallel.rules.problem import Problem, divisors, nearest, nearest_multiples, ways
 from mcp_parallel.rules.values import BOUNDS
 
@@ -52,12 +54,18 @@ def document_problems(config: Config) -> Iterator[Problem]:
             shown(separator),
             ({"data.document_separator": None}, {"model.vocab_size": separator + 1}),
         )
-    is_tokens = data.path is not None and files.kind_of(data.path) == "tokens"
-    if data.document_masking and separator is None and is_tokens:
+    unknown = [
+        source.path
+        for source in named_sources(data)
+        if source.path is not None
+        and files.kind_of(source.path) == "tokens"
+        and not has_index(source.path)
+    ]
+    if data.document_masking and separator is None and unknown:
         yield Problem(
             "documents of tokens",
             "data.document_separator",
-            "be the token that ends a document where data.path holds tokens",
+            f"be the token that ends a document where {shown(unknown[0])} has no index.json",
             "null",
             ({"data.document_separator": vocab_size - 1}, off),
         )

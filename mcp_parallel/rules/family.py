@@ -62,6 +62,11 @@ def _vit_problems(config: Config) -> Iterator[Problem]:
             "true",
             ({"data.document_masking": False},),
         )
+    for name, off in (("mixture", None), ("validation_share", 0.0), ("validation_path", None)):
+        key = f"data.{name}"
+        if value_of(config, key) != off:
+            rule = f"be {shown(off)} with family vit (its images are held out by themselves)"
+            yield Problem(f"{name} of vit", key, rule, shown(value_of(config, key)), ({key: off},))
     image, patch = model.image_size, model.patch_size
     if image is not None and patch is not None:
         if image % patch:
