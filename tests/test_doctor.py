@@ -187,36 +187,40 @@ def test_allocator_settings(environ, status):
 
 FINDINGS = [
     Finding("one", "ok", "fine"),
-    Finding("two", "note", "caf\u00e9 " * 30, "do \u00e9 " * 30),
-    Finding("three", "problem", "broken", "mend it"),
+    Finding("two", "note", "caf\u00e9 " * 30, "do \u00e9 " * 30, "tea", "it is late"),
+    Finding("three", "problem", "broken", "mend it", "whole", "it leaks"),
 ]
 
 
 def test_the_table_is_ascii_fits_the_terminal_and_a_problem_is_exit_status_1(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "70")
     monkeypatch.setattr("mcp_parallel.doctor.examine", lambda: FINDINGS)
-    assert command.run(argparse.Namespace(json=False)) == 1
+    assert command.run(argparse.Namespace(json=False, fix=None)) == 1
     out = capsys.readouterr().out
     assert out.isascii()
     assert "problem  three  broken" in out
+    assert "wanted: whole; it leaks" in out
     assert "-> mend it" in out
     assert out.endswith("training is impossible here: 1 ok, 1 notes, 1 problems\n")
     # An escape is longer than the letter it stands for, hence wrapping before would not do.
     assert max(len(line) for line in out.splitlines()) <= 70
     monkeypatch.setattr("mcp_parallel.doctor.examine", lambda: FINDINGS[:2])
-    assert command.run(argparse.Namespace(json=False)) == 0
+    assert command.run(argparse.Namespace(json=False, fix=None)) == 0
 
 
 def test_json_is_for_programs(monkeypatch, capsys):
     monkeypatch.setattr("mcp_parallel.doctor.examine", lambda: FINDINGS)
-    assert command.run(argparse.Namespace(json=True)) == 1
+    assert command.run(argparse.Namespace(json=True, fix=None)) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is False
     assert answer["findings"][2] == {
         "topic": "three",
         "status": "problem",
         "value": "broken",
+        "wanted": "whole",
+        "why": "it leaks",
         "advice": "mend it",
+        "fix": None,
     }
 
 

@@ -8,8 +8,10 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mcp_parallel.doctor.env_file import DEFAULT_FILE, shell_lines, write_env_file
 from mcp_parallel.errors import FAILED, OK
 
 if TYPE_CHECKING:
@@ -28,6 +30,15 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "Exit status 1 when something makes training impossible.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--fix",
+        nargs="?",
+        const=DEFAULT_FILE,
+        metavar="FILE",
+        help="write the settings of the shell that mend what was found, with reasons, to be "
+        f"sourced (default: {DEFAULT_FILE}); changes nothing else",
+    )
+    parser.add_argument("--force", action="store_true", help="let --fix replace a file")
     parser.set_defaults(run=run)
 
 
@@ -36,8 +47,13 @@ def run(args: argparse.Namespace) -> int:
     from mcp_parallel.doctor import examine
 
     findings = examine()
+    if args.fix is not None:
+        write_env_file(findings, Path(args.fix), overwrite=args.force)
     problems = sum(finding.status == "problem" for finding in findings)
     sys.stdout.write(_as_json(findings) if args.json else _as_table(findings))
+    if args.fix is not None and not args.json:
+        count = len(shell_lines(findings))
+        sys.stdout.write(f"{args.fix}: {count} settings; read it, then: . {args.fix}\n")
     return FAILED if problems else OK
 
 
@@ -47,7 +63,10 @@ def _as_json(findings: Sequence[Finding]) -> str:
             "topic": finding.topic,
             "status": finding.status,
             "value": finding.value,
+            "wanted": finding.wanted,
+            "why": finding.why,
             "advice": finding.advice,
+            "fix": finding.fix.text if finding.fix else None,
         }
         for finding in findings
     ]
@@ -64,6 +83,8 @@ def _as_table(findings: Sequence[Finding]) -> str:
         head = f"{finding.status:<{_STATUS_WIDTH}}{finding.topic:<{topic_width}}"
         lines += _wrapped(head + finding.value, width, indent)
         if finding.advice:
+            told = f"wanted: {finding.wanted}; {finding.why}"
+            lines += _wrapped(f"{indent}   {told}", width, f"{indent}   ")
             lines += _wrapped(f"{indent}-> {finding.advice}", width, f"{indent}   ")
     counts = dict.fromkeys(("ok", "note", "problem"), 0)
     for finding in findings:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
-from mcp_parallel.doctor.finding import Finding
+from mcp_parallel.doctor.finding import Finding, note, problem, unset
 
 # The stable ABI that our kernels are built on, and the fix of CVE-2026-24747 in torch.load.
 TORCH_FLOOR = (2, 10)
@@ -47,12 +47,22 @@ def torch_finding(found: str | None) -> Finding:
     """Judge the version of torch."""
     floor = ".".join(map(str, TORCH_FLOOR))
     if found is None:
-        advice = f"pip install 'torch>={floor}'; on a machine without a GPU take the CPU build"
-        return Finding("torch", "problem", "not installed", advice)
+        return problem(
+            "torch",
+            "not installed",
+            wanted=f"{floor} or newer",
+            why="training is built on it",
+            how=f"pip install 'torch>={floor}'; on a machine without a GPU take the CPU build",
+        )
     numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < TORCH_FLOOR:
-        advice = f"use torch {floor} or newer: older ones lack the ABI of our kernels and a fix"
-        return Finding("torch", "problem", found, f"{advice} of torch.load")
+        return problem(
+            "torch",
+            found,
+            wanted=f"{floor} or newer",
+            why="older ones lack the ABI of our kernels and a fix of torch.load",
+            how=f"pip install 'torch>={floor}'",
+        )
     return Finding("torch", "ok", found)
 
 
@@ -60,9 +70,11 @@ def package_finding(name: str, found: str | None, missed: str | None) -> Finding
     """Judge one package; ``missed`` says what goes on without it, None when nothing does."""
     if found is not None:
         return Finding(name, "ok", found)
+    how = f"pip install {name}"
     if missed is None:
-        return Finding(name, "problem", "not installed", f"pip install {name}")
-    return Finding(name, "note", "not installed", f"without it {missed}: pip install {name}")
+        why = "training needs it"
+        return problem(name, "not installed", wanted="any version", why=why, how=how)
+    return note(name, "not installed", wanted="any version", why=f"without it {missed}", how=how)
 
 
 def _kernel_findings() -> Iterator[Finding]:
@@ -72,7 +84,14 @@ def _kernel_findings() -> Iterator[Finding]:
     try:
         info = mcp_kernels.build_info()
     except ValueError as error:
-        yield Finding("kernels", "problem", "cannot choose an instruction set", str(error))
+        yield problem(
+            "kernels",
+            "cannot choose an instruction set",
+            wanted="one that this processor has",
+            why=str(error),
+            how="unset MCP_CPU_ISA",
+            fix=unset("MCP_CPU_ISA", "it names no instruction set of this processor"),
+        )
         return
     for name, built in info.extensions.items():
         topic = f"kernels {name}"
@@ -81,15 +100,37 @@ def _kernel_findings() -> Iterator[Finding]:
         elif name == "cuda" and not _torch_has_cuda():
             yield Finding(topic, "ok", "not built, none needed with a CPU torch")
         else:
-            advice = f"{info.reasons[name]}; plain PyTorch does the same, slower"
-            yield Finding(topic, "note", "not built", advice)
+            yield note(
+                topic,
+                "not built",
+                wanted="built",
+                why=f"{info.reasons[name]}; plain PyTorch does the same, slower",
+                how="install a C++ compiler, then pip install . once more",
+            )
     if info.cpu_isa is not None:
         fastest = info.cpu_isa_default
         if info.cpu_isa_forced and info.cpu_isa != fastest:
-            advice = f"unset MCP_CPU_ISA, unless for a test: {fastest} is fastest here"
-            yield Finding("instruction set", "note", f"{info.cpu_isa}, forced", advice)
+            why = f"{fastest} is fastest here"
+            yield note(
+                "instruction set",
+                f"{info.cpu_isa}, forced",
+                wanted=str(fastest),
+                why=why,
+                how="unset MCP_CPU_ISA, unless for a test",
+                fix=unset("MCP_CPU_ISA", why),
+            )
         else:
             yield Finding("instruction set", "ok", info.cpu_isa)
+
+
+def nccl_version() -> str | None:
+    """Of the NCCL that torch is linked to, None where it does not say."""
+    from torch.cuda import nccl
+
+    try:
+        return ".".join(map(str, nccl.version()))
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def _torch_has_cuda() -> bool:
@@ -106,31 +147,58 @@ def _shm_finding() -> Finding:
     try:
         wanted, reason = wanted_backend(), why_not_shm()
     except ValueError as error:
-        return Finding(topic, "problem", "cannot choose a backend", str(error))
+        return problem(
+            topic,
+            "cannot choose a backend",
+            wanted="auto, shm or gloo",
+            why=str(error),
+            how="unset MCP_BACKEND",
+            fix=unset("MCP_BACKEND", "it names no backend"),
+        )
     if wanted == "gloo":
-        advice = "unset it: CPU ranks of one host then talk through shared memory, which is faster"
-        return Finding(topic, "note", "not used, MCP_BACKEND=gloo", advice)
+        why = "CPU ranks of one host talk faster through shared memory"
+        return note(
+            topic,
+            "not used, MCP_BACKEND=gloo",
+            wanted="used",
+            why=why,
+            how="unset MCP_BACKEND",
+            fix=unset("MCP_BACKEND", why),
+        )
     if not reason:
         return Finding(topic, "ok", "CPU ranks use it; MCP_BACKEND=gloo would not")
+    how = "install a C++ compiler, then pip install . once more"
     if wanted == "shm":
-        return Finding(topic, "problem", "MCP_BACKEND=shm cannot be had", reason)
-    return Finding(topic, "note", "CPU ranks use gloo, slower", reason)
+        value = "MCP_BACKEND=shm cannot be had"
+        return problem(topic, value, wanted="the module built", why=reason, how=how)
+    value = "CPU ranks use gloo, slower"
+    return note(topic, value, wanted="shared memory", why=reason, how=how)
 
 
 def _backend_findings() -> Iterator[Finding]:
     import torch.distributed as dist
 
     if not dist.is_available() or not dist.is_gloo_available():
-        advice = "use a torch built with torch.distributed and gloo, as the official wheels are"
-        yield Finding("gloo", "problem", "not in this torch", advice)
+        yield problem(
+            "gloo",
+            "not in this torch",
+            wanted="torch.distributed with gloo",
+            why="ranks find each other by it",
+            how="use a torch built with both, as the official wheels are",
+        )
         return
     yield Finding("gloo", "ok", "available")
     yield _shm_finding()
     if dist.is_nccl_available():
-        yield Finding("nccl", "ok", "available")
+        yield Finding("nccl", "ok", nccl_version() or "available")
     elif _torch_has_cuda():
-        advice = "GPU ranks cannot talk to each other: use an official CUDA build of torch"
-        yield Finding("nccl", "note", "not in this torch", advice)
+        yield note(
+            "nccl",
+            "not in this torch",
+            wanted="NCCL",
+            why="GPU ranks cannot talk to each other",
+            how="use an official CUDA build of torch",
+        )
     else:
         yield Finding("nccl", "ok", "not in this torch, none needed without CUDA")
     words = "available" if dist.is_mpi_available() else "not in this torch, none needed"
