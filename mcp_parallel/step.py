@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mcp_kernels.spans import communication, span
 from mcp_parallel.config import Config
-from mcp_parallel.division import rows_of
+from mcp_parallel.division import is_settled, rows_of
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.monitor.probe import Health, Probe
 from mcp_parallel.monitor.work_clock import WorkClock
@@ -71,13 +71,14 @@ class TrainingStep:
     """The model of one rank and everything that a step does to it.
 
     Args:
-        config: the run, checked.
+        config: the run, checked and settled (``mcp_parallel.settle``).
         mesh: this rank's.
         scratch: a folder on disk for what ``memory.offload`` moves out of a CPU's memory; None is
             the machine's folder for temporary files.
     """
 
     def __init__(self, config: Config, mesh: Mesh, scratch: Path | None = None) -> None:
+        assert is_settled(config), "all ranks have to have the same numbers by now"
         self.config = config
         self.mesh = mesh
         model_mesh = model_mesh_of(config.train, mesh)

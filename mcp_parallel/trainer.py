@@ -21,6 +21,7 @@ from mcp_parallel.monitor.profile import Profile, traced_steps
 from mcp_parallel.monitor.run_folder import RunFolder
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import build_mesh
+from mcp_parallel.settle import settle
 from mcp_parallel.snapshot import load_step, save_step
 from mcp_parallel.step import StepResult, TrainingStep
 
@@ -53,11 +54,11 @@ class Trainer:
         resume_from: Path | None = None,
         profile_steps: int = 0,
     ) -> None:
-        self.config = config
         self.context = context or _lone_rank()
         check(config, self.context.world_size)
         mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
         assert mesh is not None
+        self.config = config = settle(config, mesh, Path(run_dir))
         self.train_step = TrainingStep(config, mesh, Path(run_dir) / "scratch")
         self.data = source_of(data or open_data(config), config)
         self.evaluate = Evaluator(self.train_step, self.data)

@@ -26,6 +26,8 @@ ONE = Layout()
 LAYOUTS = {
     "dp2": Layout(dp=2),
     "dp2 zero3": Layout(dp=2, zero=3),
+    # Six and two micro-batches of each batch.
+    "dp2 zero1 shares": Layout(dp=2, zero=1, dp_shares="3,1"),
     "tp2 no-sp": Layout(tp=2, sequence_parallel=False),
     # 16 patches and 10 classes over 3 ranks: 6, 6 and 4; 4, 4 and 2.
     "tp3": Layout(tp=3),

@@ -39,7 +39,7 @@ CASES = [
     ["parallel.dp=2", "parallel.zero=3", "memory.activation_checkpointing=full"],
     ["parallel.tp=2"],
     ["parallel.pp=2", "parallel.schedule=zbv"],
-    ["parallel.dp=2", "parallel.pp=2", "parallel.zero=1"],
+    ["parallel.dp=2", "parallel.pp=2", "parallel.zero=1", "parallel.stage_split=1,3"],
 ]
 SCRIPT = """
 import json, os, sys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mcp_parallel.config import Config, ParallelConfig
-from mcp_parallel.division import MEASURED, numbers_in
+from mcp_parallel.division import MEASURED, numbers_in, smallest_shares
 from mcp_parallel.rules.problem import Problem, divisors, nearest, nearest_multiples, ways
 from mcp_parallel.rules.values import BOUNDS
 
@@ -69,10 +69,10 @@ def _measured_problems(config: Config) -> Iterator[Problem]:
 
 
 def _shares(parallel: ParallelConfig) -> list[int]:
-    """Shares of the replicas, equal ones where none are given that are shares."""
+    """Shares of the replicas in small numbers, equal ones where none are given that are shares."""
     numbers = numbers_in(parallel.dp_shares or "") or []
-    usable = len(numbers) == parallel.dp and min(numbers) > 0 and len(set(numbers)) > 1
-    return numbers if usable else [1] * parallel.dp
+    usable = len(numbers) == parallel.dp and min(numbers) > 0
+    return smallest_shares(numbers) if usable else [1] * parallel.dp
 
 
 def microbatch_rule(parallel: ParallelConfig) -> tuple[int, int]:
