@@ -14,7 +14,7 @@ from mcp_parallel.cli.main import main
 
 ATTACK = (
     "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
-    "<!--<script "  # without an escape of "<" the rest of the page would be data
+    "<!--<script x"  # without an escape of "<" the rest of the page would be data
 )
 
 
