@@ -36,6 +36,9 @@ from mcp_kernels.ops.onebit_all_reduce import onebit_all_reduce, onebit_buffers
 from mcp_kernels.ops.onebit_compress import onebit_compress, onebit_decompress
 from mcp_kernels.ops.onebit_compress_momentum import onebit_compress_momentum
 from mcp_kernels.ops.onebit_reduce import onebit_reduce
+from mcp_kernels.ops.rms_norm import add_rms_norm, rms_norm
+from mcp_kernels.ops.rotary import rotary
+from mcp_kernels.ops.swiglu import swiglu
 from mcp_kernels.symmetric import register as register_symmetric
 from mcp_kernels.triton import register as register_triton
 
@@ -43,6 +46,7 @@ __all__ = [
     "BackendChoice",
     "BuildInfo",
     "__version__",
+    "add_rms_norm",
     "all_gather",
     "all_gather_matmul",
     "all_reduce",
@@ -80,7 +84,10 @@ __all__ = [
     "onebit_reduce",
     "reduce_scatter",
     "reference_only",
+    "rms_norm",
+    "rotary",
     "scaled_dot_product_attention",
+    "swiglu",
     "which_backend",
 ]
 

@@ -12,11 +12,12 @@ import torch
 
 from mcp_parallel.cli.check import summarize
 from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
 from mcp_parallel.memory import ends, estimate, kept, weights
 from mcp_parallel.memory.estimate import can_estimate
 from mcp_parallel.memory.ledger import Ledger
 from mcp_parallel.memory.track import AllocationTracker
-from mcp_parallel.model import formats, packing, rotary
+from mcp_parallel.model import formats, packing
 from mcp_parallel.optim import lower_tier
 from mcp_parallel.parallel import head_loss
 
@@ -66,12 +67,11 @@ def tracked(tmp_path_factory):
 
 
 def predicted(config):
-    """Of every rank, in rank order: pipeline ranks vary slowest."""
-    each = config.parallel.dp * config.parallel.tp
+    """Of every rank, in rank order."""
+    layout = Layout.from_config(config.parallel)
     return [
-        estimate.estimate(config, rank).peak_bytes
-        for rank in range(config.parallel.pp)
-        for _ in range(each)
+        estimate.estimate(config, layout.coordinate(rank).pp).peak_bytes
+        for rank in range(layout.world_size)
     ]
 
 
@@ -110,7 +110,6 @@ def test_constants_are_those_of_what_is_replayed():
     assert head_loss._CHUNK_BYTES["cpu"] == ends.CHUNK_BYTES
     assert head_loss._MIN_ROWS["cpu"] == ends.MIN_ROWS
     assert head_loss._SMALL_BYTES == ends.SMALL_BYTES
-    assert estimate.NARROW_HEAD == rotary.NARROW_HEAD
     assert weights.SMALLEST_FILE == lower_tier.SMALLEST_FILE
 
 

@@ -1,4 +1,4 @@
-// Any CPU: vectors of 16 bytes, which the compiler maps to what its baseline has.
+// Attention on any CPU.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,18 +12,8 @@
 namespace mcp::scalar {
 namespace {
 
-#include "cpu/flash_attn_vector-inl.h"
-
-struct Floats : Vector<float, 16> {
-  static constexpr int kColumns = 2;
-  static constexpr int rows(int columns) { return columns == 2 ? 6 : 12; }
-};
-
-struct Doubles : Vector<double, 16> {
-  static constexpr int kColumns = 2;
-  static constexpr int rows(int columns) { return columns == 2 ? 6 : 12; }
-};
-
+#include "cpu/flash_attn_scalar-inl.h"
+// The types come first: the algorithm is written over them.
 #include "cpu/flash_attn-inl.h"
 
 }  // namespace

@@ -8,11 +8,13 @@ Letters: N = samples of the map, B = batch, H = heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mcp_kernels.ops._vmap import loop
 
 _NUM_OPTIONS = 6
 
@@ -21,7 +23,7 @@ def vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[
     """The rule of ``flash_attn``."""
     q, k, v, bias, slopes, sink, rng, *options = args
     if _must_loop(info, in_dims[5], in_dims[6], sink, options[-1], sums_sink=False):
-        return _loop(torch.ops.mcp_kernels.flash_attn, info, in_dims, args)
+        return loop(torch.ops.mcp_kernels.flash_attn, info, in_dims, args)
     fold = _Fold(info.batch_size)
     qkv = [fold(t, dim) for t, dim in zip((q, k, v), in_dims[:3], strict=True)]
     batch = qkv[0].shape[0] // info.batch_size
@@ -43,7 +45,7 @@ def vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     is_part = any(value is not None for value in options[_NUM_OPTIONS:])
     options = options[:_NUM_OPTIONS]
     if is_part or _must_loop(info, in_dims[9], in_dims[10], sink, options[-1], sums_sink=True):
-        return _loop(torch.ops.mcp_kernels.flash_attn_bwd, info, in_dims, args)
+        return loop(torch.ops.mcp_kernels.flash_attn_bwd, info, in_dims, args)
     fold = _Fold(info.batch_size)
     folded = [fold(t, dim) for t, dim in zip(tensors, in_dims[2:7], strict=True)]
     batch = folded[0].shape[0] // info.batch_size
@@ -86,20 +88,6 @@ def _must_loop(
     return (
         sink_dim is not None or rng_dim is not None or one_mask or (sums_sink and sink is not None)
     )
-
-
-def _loop(
-    op: Callable[..., Any], info: Any, in_dims: Sequence[int | None], args: Sequence[Any]
-) -> tuple[Any, Any]:
-    results = []
-    for index in range(info.batch_size):
-        sample = [
-            arg if dim is None else arg.select(dim, index)
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        results.append(op(*sample))
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
 
 
 class _Fold:

@@ -70,8 +70,7 @@ class BlockPass:
         seen = self._gather("n1", n1, save)
         q, k, v = self._new(q_elements), self._new(kv_elements), self._new(kv_elements)
         ledger.drop(seen)
-        turned_q = self._rotated(q_elements)
-        turned_k = self._rotated(kv_elements)
+        turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
         ledger.drop(q, k)
         out = self._new(q_elements)
         lse = ledger.new(s.samples * s.heads * (s.tokens // s.samples) * max(4, s.compute_bytes))
@@ -84,12 +83,11 @@ class BlockPass:
         ledger.drop(lse)
         y = self._row_parallel(whole, cut)
         ledger.drop(turned_q, turned_k, v, out, n1)
-        x2 = self._new(cut)
-        ledger.drop(y)
-
+        x2 = self._new(cut)  # of one operation with its norm
         if save is not None:
             save("x2", x2, cut)
         n2 = self._norm("2", save)
+        ledger.drop(y)
         seen = self._gather("n2", n2, save)
         gate, up = self._new(s.tokens * s.ffn), self._new(s.tokens * s.ffn)
         ledger.drop(seen)
@@ -107,12 +105,7 @@ class BlockPass:
     def _norm(self, number: str, save: Callable[..., None] | None) -> Memory:
         s = self.sizes
         scale = self.ledger.new(s.cut_tokens * max(4, s.compute_bytes))
-        if s.compute_bytes < 4:  # computed in float32, then rounded
-            wide = self.ledger.new(4 * s.cut_tokens * s.hidden)
-            normed = self._new(s.cut_tokens * s.hidden)
-            self.ledger.drop(wide)
-        else:
-            normed = self._new(s.cut_tokens * s.hidden)
+        normed = self._new(s.cut_tokens * s.hidden)
         if save is not None:
             save(f"scale{number}", scale, None)
         self.ledger.drop(scale)
@@ -141,14 +134,6 @@ class BlockPass:
         part = self._new(cut)
         self.ledger.drop(product)
         return part
-
-    def _rotated(self, elements: int) -> Memory:
-        if self.sizes.compute_bytes >= 4:
-            return self._new(elements)
-        wide = [self.ledger.new(4 * elements) for _ in range(2)]
-        turned = self._new(elements)
-        self.ledger.drop(*wide)
-        return turned
 
     # --- saving ---------------------------------------------------------------------------------
 
@@ -206,10 +191,7 @@ class BlockPass:
         ledger.drop(product, d_y)
         self._forget("product")
         gate, up = self._restore("gate", inner), self._restore("up", inner)
-        temporary = self._new(inner)
-        d_gate = self._new(inner)
-        ledger.drop(temporary)
-        d_up = self._new(inner)
+        d_gate, d_up = self._new(inner), self._new(inner)
         ledger.drop(gate, up, d_product)
         self._forget("gate", "up")
         d_n2 = self._column_backward("n2", [("w3", d_up), ("w1", d_gate)], give)
@@ -226,10 +208,8 @@ class BlockPass:
         d_q, d_k, d_v = self._new(q_elements), self._new(kv_elements), self._new(kv_elements)
         ledger.drop(d_out, out, *rest)
         self._forget("q", "k", "v", "out", "lse")
-        turned_k = self._rotated(kv_elements)
-        ledger.drop(d_k)
-        turned_q = self._rotated(q_elements)
-        ledger.drop(d_q)
+        turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
+        ledger.drop(d_q, d_k)
         d_n1 = self._column_backward("n1", [("wv", d_v), ("wk", turned_k), ("wq", turned_q)], give)
         return self._norm_backward("1", d_n1, d_x2, give)
 
@@ -287,14 +267,12 @@ class BlockPass:
         elements = s.cut_tokens * s.hidden
         name = "x" if number == "1" else "x2"
         x = self._restore(name, elements)
-        if s.compute_bytes < 4:
-            wide = [ledger.new(4 * elements) for _ in range(3)]
-            d_x = self._new(elements)
-            ledger.drop(*wide)
-        else:
-            d_x = self._new(elements)
+        d_x = self._new(elements)
         give("attn_norm" if number == "1" else "ffn_norm", s.hidden)
-        ledger.drop(d_y, x, d_x)
+        ledger.drop(d_y, x)
+        if number == "2":  # the norm's operation adds the other gradient itself
+            d_residual, d_x = d_x, d_residual
+        ledger.drop(d_x)
         self._forget(name, f"scale{number}")
         if number == "1" and "input" in self._saved:
             self._forget("input")

@@ -34,11 +34,6 @@ class HeadPass:
         s, ledger = self.sizes, self.ledger
         self._x = ledger.hold(x)
         self._scale = ledger.new(s.cut_tokens * max(4, s.compute_bytes))
-        if s.compute_bytes < 4:
-            wide = ledger.new(4 * s.cut_tokens * s.hidden)
-            normed = ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
-            ledger.drop(wide)
-            return normed
         return ledger.new(s.compute_bytes * s.cut_tokens * s.hidden)
 
     @property
@@ -125,12 +120,7 @@ class HeadPass:
     def _norm_backward(self, d_x: Memory, give: GiveGradient) -> Memory:
         s, ledger = self.sizes, self.ledger
         elements = s.cut_tokens * s.hidden
-        if s.compute_bytes < 4:
-            wide = [ledger.new(4 * elements) for _ in range(3)]
-            d_x0 = ledger.new(s.compute_bytes * elements)
-            ledger.drop(*wide)
-        else:
-            d_x0 = ledger.new(s.compute_bytes * elements)
+        d_x0 = ledger.new(s.compute_bytes * elements)
         give("norm", s.hidden)
         ledger.drop(d_x, self._x, self._scale)
         return d_x0

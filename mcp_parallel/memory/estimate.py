@@ -20,8 +20,6 @@ from mcp_parallel.memory.sizes import Sizes, StageSizes, stages_of
 from mcp_parallel.memory.weights import Weights
 
 _TOKEN_BYTES = 8
-NARROW_HEAD = 32
-"""As in model/rotary.py; a test holds them together."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,4 @@ def _weights(
 def _tables_bytes(config: Config, sizes: Sizes) -> int:
     """Cosines and sines of every position, as ``model/rotary.py`` caches them."""
     each = config.model.seq_len * max(4, sizes.compute_bytes)
-    tables = 2 * each * sizes.head_size // 2
-    if sizes.head_size <= NARROW_HEAD:
-        tables += 2 * each * (sizes.q_width + sizes.kv_width)
-    return tables
+    return 2 * each * sizes.head_size // 2

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcp_kernels import add_rms_norm, rms_norm, swiglu
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.model.attend import Attend, WholeSequence
 from mcp_parallel.model.embedding import embed, embed_mixed
-from mcp_parallel.model.norm import rms_norm
 from mcp_parallel.model.remat import recomputable
 from mcp_parallel.model.rotary import rotate
-from mcp_parallel.model.stage import Block, StageModel
-from mcp_parallel.model.swiglu import swiglu
+from mcp_parallel.model.stage import Block, NormAfterSum, StageModel
 
 
 class Attention(nn.Module):
@@ -46,7 +45,7 @@ class Attention(nn.Module):
         """Attend over the whole sequence, or the documents in it, with this rank's heads."""
         q, k, v = apply_linears(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
         q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))  # [B, S, H, K]
-        q, k = (rotate(t, self.rope_theta, self.attend.starts) for t in (q, k))
+        q, k = rotate(q, k, self.rope_theta, self.attend.starts)
         out = self.attend(q, k, v, documents)
         return self.wo(out.flatten(2))
 
@@ -66,7 +65,7 @@ class FeedForward(nn.Module):
         return self.w2(recomputable(swiglu, gate, up))
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(NormAfterSum):
     """Root-mean-square norm over the hidden dim (Zhang and Sennrich, 2019)."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -74,9 +73,12 @@ class RMSNorm(nn.Module):
         self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(config.hidden_size))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise each position; shape unchanged."""
-        return rms_norm(x, self.weight.to(x.dtype), self.eps)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Normalise each position; shape unchanged. See ``NormAfterSum``."""
+        weight = self.weight.to(x.dtype)
+        if residual is None:
+            return rms_norm(x, weight, self.eps)
+        return add_rms_norm(x, residual, weight, self.eps)
 
 
 def _block(config: ModelConfig) -> Block:

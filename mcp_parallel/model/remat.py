@@ -40,9 +40,14 @@ def recomputable(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     bits each time, as one contiguous tensor that nothing writes to later.
     """
     out = function(*inputs)
+    remember_if_recomputable(out, function, *inputs)
+    return out
+
+
+def remember_if_recomputable(out: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """As ``recomputable``, where ``out`` came about otherwise with the bits of ``function``."""
     if _forward.is_selective:
         remember_recipe(out, function, inputs)
-    return out
 
 
 class Remat:

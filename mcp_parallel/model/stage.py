@@ -14,7 +14,14 @@ from torch.distributed import ProcessGroup
 
 from mcp_parallel.layout import split_dim
 from mcp_parallel.model.embedding import Mixture
-from mcp_parallel.model.remat import Remat, recomputable
+from mcp_parallel.model.remat import Remat, recomputable, remember_if_recomputable
+
+
+class NormAfterSum(nn.Module):
+    """A norm that takes the addition before it along, in one pass over memory.
+
+    ``norm(x, residual)`` is ``(norm(x + residual), x + residual)``, bit for bit.
+    """
 
 
 class Block(nn.Module):
@@ -36,8 +43,14 @@ class Block(nn.Module):
         return self.remat(run, x, self.parameters())
 
     def _forward(self, x: Tensor, side: tuple[Any, ...] = ()) -> Tensor:
-        x = x + self.attn(recomputable(self.attn_norm, x), *side)
-        return x + self.ffn(recomputable(self.ffn_norm, x))
+        attended = self.attn(recomputable(self.attn_norm, x), *side)
+        if not isinstance(self.ffn_norm, NormAfterSum):
+            x = x + attended
+            return x + self.ffn(recomputable(self.ffn_norm, x))
+        normed, x = self.ffn_norm(attended, x)
+        del attended  # nobody needs it again
+        remember_if_recomputable(normed, self.ffn_norm, x)
+        return x + self.ffn(normed)
 
 
 class StageModel(nn.Module):

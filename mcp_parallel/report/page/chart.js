@@ -194,9 +194,7 @@ class Chart {
     const [first, last] = this.inView(line);
     const found = [];
     if (line.low && !line.smooth)
-      found.push(
-        svg("path", { class: "band", d: this.band(line, first, last), fill: stroke, stroke }),
-      );
+      found.push(svg("path", { class: "band", d: this.band(line, first, last), fill: stroke }));
     if (line.smooth)
       found.push(
         svg("path", { class: "raw", d: this.path(line.xs, line.ys, first, last), stroke }),

@@ -3,12 +3,10 @@
 const SECTIONS = [
   ["Overview", cardsSection],
   ["Verdicts", verdictsSection],
-  ...data.groups.map((group) => [
-    group,
-    () => [...chartsOf(group), ...(group === "Memory" ? memorySection() : [])],
-  ]),
+  ...data.groups.map((group) => [group, () => chartsOf(group)]),
   ["Pipeline", pipelineSection],
   ["Layout", layoutSection],
+  ["Predicted memory", memorySection],
   ["Configuration", configSection],
 ];
 
