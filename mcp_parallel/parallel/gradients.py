@@ -221,6 +221,7 @@ class Gradients:
         self.buckets = bucket_shards(self.shards, data_group)
         self.partial = [s for s in self.shards if s.grad_partial_over_tp]
         self.tied = find_tied(stages, mesh)
+        self.late = [stage.late for stage in stages if stage.late is not None]
 
     def zero(self) -> None:
         """Start a step."""
@@ -236,6 +237,8 @@ class Gradients:
 
     def finish(self) -> None:
         """Complete the sums; collective over the mesh. Local gradients are final after it."""
+        for late in self.late:
+            late.finish()
         if self.buckets is not None:
             self.buckets.finish()
         if self.partial:

@@ -30,6 +30,7 @@ from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard
 from mcp_parallel.model.stage import Block, StageModel, stable_name
 from mcp_parallel.parallel.context import share_sequences
+from mcp_parallel.parallel.late_reduce import LateReductions
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards, like_parameter, local_part
@@ -49,6 +50,8 @@ class Stage:
     shards: list[Shard]
     is_first: bool
     is_last: bool
+    late: LateReductions | None = None
+    """Gradient sums that the end of a step has to wait for; None: backward ends with all done."""
 
 
 def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -86,9 +89,10 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
         if Precision.of(config).mixes_embedding:
             model.mixture = Mixture(Precision.of(config).compute)
         masters = _give_values_and_shard(model, config, mesh)
+        late = _overlap_on_cpu(model, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
         shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))
-        stages.append(Stage(index, model, shards, is_first, is_last))
+        stages.append(Stage(index, model, shards, is_first, is_last, late))
     return stages
 
 
@@ -105,9 +109,18 @@ def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Mas
         # Embedding, last norm and head: the last forward use is just before the first backward one.
         outer = MixedPrecisionPolicy() if precision.mixes_embedding else policy
         _shard(model, mesh, outer, free_after_forward=False)
-        if mesh.device.type == "cpu" and mesh.layout.pp == 1 and not _moves_at_once(mesh):
-            gather_ahead(model)
     return masters
+
+
+def _overlap_on_cpu(model: StageModel, mesh: Mesh) -> LateReductions | None:
+    """Let weights and gradients travel while a CPU computes, where that takes no rank's time."""
+    if not is_sharded(mesh.layout) or mesh.device.type != "cpu" or mesh.layout.pp > 1:
+        return None
+    if _moves_at_once(mesh):
+        return None
+    gather_ahead(model)
+    # The sum over HSDP's replicas follows on the one over shards at once.
+    return reduce_late(model) if not mesh.layout.is_hybrid else None
 
 
 def _moves_at_once(mesh: Mesh) -> bool:
@@ -131,6 +144,21 @@ def gather_ahead(model: StageModel, is_on: bool = True) -> None:
         block.set_modules_to_forward_prefetch([following] if is_on else [])
     assert isinstance(model, FSDPModule)
     model._set_unshard_async_op(is_on)
+
+
+def reduce_late(model: StageModel) -> LateReductions:
+    """Do not wait for a module's reduce-scatter where it starts; ``finish`` waits for all.
+
+    Args:
+        model: a stage under ``fully_shard`` on a mesh of one dimension.
+    """
+    late = LateReductions()
+    blocks = list(model.blocks.values())
+    own = {parameter for block in blocks for parameter in block.parameters()}
+    for block in blocks:
+        late.take_over(block, list(block.parameters()))
+    late.take_over(model, [p for p in model.parameters() if p not in own])
+    return late
 
 
 def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> Masters:
