@@ -192,6 +192,19 @@ def test_a_run_of_before_the_order_of_ranks_is_shown_as_it_was(tmp_path):
     assert facts_of(run.config, [])["layout"]["ranks"] == [[[0], [1]], [[2], [3]]]
 
 
+def test_unequal_shares_and_parts_of_the_work():
+    values = {"model": {"preset": "tiny"}, "train": {"global_batch_size": 32}}
+    values["parallel"] = {"dp": 2, "pp": 2, "dp_shares": "3,1", "stage_split": "3,1"}
+    facts = facts_of(Config.from_mapping(values), [])
+    assert facts["layout"]["shares"] == [6, 2]  # of 32 / 4 micro-batches
+    assert facts["microbatches"] == 6
+    assert facts["layout"]["layers"] == [[[0, 3]], [[3, 4]]]
+    assert sum(facts["stage_costs"]) == pytest.approx(1)
+    notes = []
+    facts_of(config_of(pp=2, stage_split="measured"), notes)
+    assert any("the run measures them" in note for note in notes)
+
+
 def test_of_many_ranks_the_ends_are_shown():
     values = {
         "model": {"preset": "405b"},

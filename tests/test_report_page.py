@@ -12,7 +12,10 @@ from report_runs import SPIKE, config_of, record, two_runs, write_run
 
 from mcp_parallel.cli.main import main
 
-ATTACK = "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
+ATTACK = (
+    "</script><script>window.attacked = 1</script><img src=x onerror='window.attacked = 2'>"
+    "<!--<script x"  # without an escape of "<" the rest of the page would be data
+)
 
 
 @pytest.fixture(scope="module")

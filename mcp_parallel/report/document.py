@@ -28,8 +28,8 @@ def build_document(runs: Sequence[Run]) -> dict[str, Any]:
 
     Returns:
         ``runs``, each with its ``summary``, ``facts``, ``config``, ``verdicts``, ``notes``,
-        ``axes`` (``step``, ``tokens``, ``time``; the first of metrics.jsonl) and on them
-        ``columns`` and ``lists``; ``fields``: how each of these is shown; ``groups``; ``made_s``.
+        ``axes`` (``step``, ``tokens``, ``time``, ``rows_a_point``; the first of metrics.jsonl), on
+        them ``columns`` and ``lists``; ``fields``: how each is shown; ``groups``; ``made_s``.
     """
     built = [_run(run, len(runs)) for run in runs]
     for one, name in zip(built, _distinct_names(runs), strict=True):
@@ -82,6 +82,7 @@ def _add_series(found: dict[str, Any], prefix: str, series: Series, share: int) 
     axis = len(found["axes"])
     found["axes"].append(
         {
+            "rows_a_point": short.rows_a_bucket,
             "step": short.step,
             "tokens": [_rounded(value, 12) for value in short.tokens],
             "time": [_rounded(value) for value in short.time_s],

@@ -9,6 +9,7 @@ from typing import Any
 from mcp_parallel.check import find_problems
 from mcp_parallel.cli.check import summarize
 from mcp_parallel.config import CheckpointConfig, Config, DataConfig
+from mcp_parallel.division import is_settled
 from mcp_parallel.layout import Coordinate, Layout
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.schedules.build import build_plan
@@ -16,11 +17,12 @@ from mcp_parallel.schedules.simulate import Costs, Timeline, simulate
 
 MAX_RANKS = 512
 """Cells in the picture of a layout; of more ranks the first and the last of each axis are shown."""
+MAX_REPLICAS = 8
 MAX_ACTIONS = 4000
 """Boxes in the picture of a pipeline; of more micro-batches the first ones are drawn."""
 _MAX_SIMULATED = 200_000
 _KINDS = "FBIW"
-_MEMORY_NOTE = "memory cannot be predicted for this kind of run"
+_KEPT = ("parameters", "world_size", "microbatches", "memory", "stage_costs", "imbalance")
 
 
 def facts_of(config: Config, notes: list[str]) -> dict[str, Any] | None:
@@ -31,10 +33,10 @@ def facts_of(config: Config, notes: list[str]) -> dict[str, Any] | None:
         notes: is told why something cannot be shown.
 
     Returns:
-        Of what ``mcp-parallel check --json`` says ``parameters``, ``world_size``,
-        ``microbatches``, ``tokens_per_step`` and ``memory``; ``layout`` (see ``layout_picture``),
-        ``pipeline`` (see ``pipeline_picture``, None without one), and ``unit``: what a sample's
-        tokens are called.
+        Of what ``mcp-parallel check --json`` says the keys ``parameters``, ``world_size``,
+        ``microbatches``, ``memory``, ``stage_costs`` and ``imbalance``; ``layout`` (see
+        ``layout_picture``), ``pipeline`` (see ``pipeline_picture``, None without one), and
+        ``unit``: what a sample's tokens are called.
 
     Cost: that of ``check``; the pipeline takes a microsecond or two for each action.
     """
@@ -47,36 +49,33 @@ def facts_of(config: Config, notes: list[str]) -> dict[str, Any] | None:
     layout = Layout.from_config(config.parallel)
     summary = summarize(config)
     if summary["memory"] is None:
-        notes.append(_MEMORY_NOTE)
-    stages = summary.pop("stages")  # their ranks are as many as there are replicas
+        notes.append("memory cannot be predicted for this kind of run")
+    if not is_settled(config):
+        notes.append("layers and shares are as modelled: the run measures them at its start")
     return {
-        **summary,
+        **{name: summary[name] for name in _KEPT},
         "unit": traits_of(config.model).unit,
-        "layout": layout_picture(layout, stages),
+        "layout": layout_picture(layout, summary),
         "pipeline": pipeline_picture(layout, summary["microbatches"], notes),
     }
 
 
-def layout_picture(layout: Layout, stages: list[dict[str, Any]]) -> dict[str, Any]:
+def layout_picture(layout: Layout, summary: dict[str, Any]) -> dict[str, Any]:
     """Ranks by place: those that are shown.
 
     Args:
         layout: of the run.
-        stages: of ``summarize``.
+        summary: of ``summarize``.
 
     Returns:
         The degrees; ``shown``: the places on the axes pp and dp that are drawn; ``ranks``: of each
         of these pp, of each of these dp, ``cp * tp`` global ranks, tp fastest; ``layers``: of each
-        of these pp, the model's parts on it, ``[[first, past the last], ...]``.
+        of these pp, the model's parts on it, ``[[first, past the last], ...]``; ``shares``: of
+        each of these dp its micro-batches, where replicas differ.
     """
-    plane = layout.cp * layout.tp
-    pps, dps = range(layout.pp), list(range(layout.dp))
-    if layout.world_size > MAX_RANKS:
-        dps = sorted({*dps[: max(1, MAX_RANKS // (layout.pp * plane) - 1)], dps[-1]})
-    shown_pp = list(pps)
-    if layout.pp * len(dps) * plane > MAX_RANKS:
-        fitting = max(1, MAX_RANKS // (len(dps) * plane) - 1)
-        shown_pp = sorted({*pps[:fitting], layout.pp - 1})
+    plane, counts = layout.cp * layout.tp, summary["microbatches_by_dp_rank"]
+    dps = _ends(layout.dp, min(MAX_REPLICAS, MAX_RANKS // (layout.pp * plane)))
+    shown_pp = _ends(layout.pp, MAX_RANKS // (len(dps) * plane))
 
     def ranks(pp: int, dp: int) -> list[int]:
         places = (Coordinate(pp=pp, dp=dp, cp=cp, tp=tp) for cp, tp in _grid(layout))
@@ -92,8 +91,19 @@ def layout_picture(layout: Layout, stages: list[dict[str, Any]]) -> dict[str, An
         "schedule": layout.schedule,
         "shown": {"pp": shown_pp, "dp": dps},
         "ranks": [[ranks(pp, dp) for dp in dps] for pp in shown_pp],
-        "layers": [[s["layers"] for s in stages if s["pp_rank"] == pp] for pp in shown_pp],
+        "layers": [
+            [stage["layers"] for stage in summary["stages"] if stage["pp_rank"] == pp]
+            for pp in shown_pp
+        ],
+        "shares": [counts[dp] for dp in dps] if len(set(counts)) > 1 else None,
     }
+
+
+def _ends(size: int, most: int) -> list[int]:
+    """The places of an axis: all, or the first ones and the last; two at least."""
+    if size <= max(2, most):
+        return list(range(size))
+    return [*range(max(1, most - 1)), size - 1]
 
 
 def _grid(layout: Layout) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from mcp_parallel.monitor.fields import FIELDS
 
 Format = Literal["number", "share", "bytes", "seconds", "rate"]
-GROUPS = ("Training", "Speed", "Pipeline and communication", "Health", "Memory", "More")
+GROUPS = ("Training", "Speed", "Overheads", "Health", "Memory", "More")
 
 
 class Shown(NamedTuple):
@@ -28,7 +28,7 @@ class Shown(NamedTuple):
     doc: str = ""
 
 
-_TRAINING, _SPEED, _PIPELINE, _HEALTH, _MEMORY, _MORE = GROUPS
+_TRAINING, _SPEED, _OVERHEADS, _HEALTH, _MEMORY, _MORE = GROUPS
 
 # In the order of the page.
 KNOWN: dict[str, Shown] = {
@@ -53,16 +53,16 @@ KNOWN: dict[str, Shown] = {
         "TFLOP/s of a rank", _SPEED, doc="of the model's own products, attention included"
     ),
     "data_wait_share": Shown("Waiting for data", _SPEED, "share"),
-    "bubble": Shown("Pipeline bubble", _PIPELINE, "share"),
+    "bubble": Shown("Pipeline bubble", _OVERHEADS, "share"),
     "bubble_by_rank": Shown(
-        "Bubble by pipeline rank", _PIPELINE, "share", doc="idle part of each pipeline rank"
+        "Bubble by pipeline rank", _OVERHEADS, "share", doc="idle part of each pipeline rank"
     ),
-    "communication_share": Shown("Communication share", _PIPELINE, "share"),
-    "wire_bytes": Shown("Bytes sent by rank 0", _PIPELINE, "bytes", doc="over dp, in a step"),
+    "communication_share": Shown("Communication share", _OVERHEADS, "share"),
+    "wire_bytes": Shown("Bytes sent by rank 0", _OVERHEADS, "bytes", doc="over dp, in a step"),
     "compression_ratio": Shown(
-        "Compression", _PIPELINE, doc="bytes that float32 takes, over those sent"
+        "Compression", _OVERHEADS, doc="bytes that float32 takes, over those sent"
     ),
-    "compute_s_by_rank": Shown("Own work by rank", _PIPELINE, "seconds"),
+    "compute_s_by_rank": Shown("Own work by rank", _OVERHEADS, "seconds"),
     "variance_growth": Shown("Variance growth by depth", _HEALTH, log=True),
     "update_ratio_by_layer": Shown("Update ratio by layer", _HEALTH, log=True),
     "grad_norm_by_layer": Shown("Gradient norm by layer", _HEALTH, log=True),

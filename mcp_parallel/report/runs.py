@@ -141,8 +141,3 @@ def _note_gaps(series: Series, notes: list[str]) -> None:
         notes.append(f"{series.repeated} rows were written again later and were left out")
     if series.left_out:
         notes.append("more fields than can be shown: some were left out")
-    if series.rows_a_bucket > 1:
-        notes.append(
-            f"{series.num_rows} rows, {series.rows_a_bucket} to a point: lines are means, "
-            "bands reach from the smallest to the largest value"
-        )

@@ -194,7 +194,9 @@ class Chart {
     const [first, last] = this.inView(line);
     const found = [];
     if (line.low && !line.smooth)
-      found.push(svg("path", { class: "band", d: this.band(line, first, last), fill: stroke }));
+      found.push(
+        svg("path", { class: "band", d: this.band(line, first, last), fill: stroke, stroke }),
+      );
     if (line.smooth)
       found.push(
         svg("path", { class: "raw", d: this.path(line.xs, line.ys, first, last), stroke }),

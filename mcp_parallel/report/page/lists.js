@@ -106,7 +106,9 @@ class ListChart {
   drawProfile() {
     if (!this.drawn) return;
     const { width, labels } = this;
-    const isBars = labels.every((label) => /^\d+$/.test(label));
+    // Ranks have no order that a line could follow, but many bars are thinner than one.
+    const isRanks = labels.every((label) => /^\d+$/.test(label));
+    const isBars = isRanks && labels.length * this.drawn.length <= 64;
     const [low, high] = padded(...(this.range ?? [1, 1]), this.isLog);
     const floor = isBars && !this.isLog ? Math.min(0, low) : low;
     const bottom = PROFILE_HEIGHT - MARGIN.bottom;
@@ -226,7 +228,7 @@ class ListChart {
     const ratio = window.devicePixelRatio || 1;
     const height = Math.max(
       12,
-      Math.min(150, list.labels.length * (list.labels.length > 12 ? 5 : 13)),
+      Math.min(110, list.labels.length * (list.labels.length > 12 ? 4 : 12)),
     );
     const inner = this.width - MARGIN.left - MARGIN.right;
     const canvas = el("canvas", {

@@ -3,10 +3,12 @@
 const SECTIONS = [
   ["Overview", cardsSection],
   ["Verdicts", verdictsSection],
-  ...data.groups.map((group) => [group, () => chartsOf(group)]),
+  ...data.groups.map((group) => [
+    group,
+    () => [...chartsOf(group), ...(group === "Memory" ? memorySection() : [])],
+  ]),
   ["Pipeline", pipelineSection],
   ["Layout", layoutSection],
-  ["Predicted memory", memorySection],
   ["Configuration", configSection],
 ];
 

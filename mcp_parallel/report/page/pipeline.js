@@ -56,7 +56,11 @@ function timeline(plan) {
     role: "img",
     "aria-label": `Timeline of ${plan.schedule} on ${plan.pp} ranks`,
   });
-  const told = el("p", { class: "quiet told-work" }, "Point at a box to read it.");
+  const told = el(
+    "p",
+    { class: "quiet told-work" },
+    "Point at a box to read it; a long step scrolls.",
+  );
   timelines.push(() => drawTimeline(plan, inner, told));
   return el("div", {}, inner, told);
 }
@@ -134,46 +138,36 @@ function workWords(plan, rank, time) {
 // Idle part of each rank: on paper, and measured in each run.
 function bubbleTable(plan, indices) {
   const measured = indices.filter((index) => data.runs[index].bubble_by_rank.length);
-  const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
-  const lines = [
-    ...plan.bubble.slice(0, 64).map((theory, rank) => [`pp ${rank}`, theory, rank]),
-    ["mean", mean(plan.bubble), null],
-  ];
+  const ranks = [...plan.bubble.keys()];
+  const row = (title, values) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, ...title),
+      el("td", {}, words(mean(values), "share")),
+      ...ranks.map((rank) => el("td", {}, words(values[rank], "share"))),
+    );
+  const head = ["idle", "mean", ...ranks.map((rank) => `pp ${rank}`)];
   return scrolling(
     el(
       "table",
       { class: "figures" },
-      el(
-        "thead",
-        {},
-        el(
-          "tr",
-          {},
-          el("th", { scope: "col" }, "idle"),
-          el("th", { scope: "col" }, "theory"),
-          ...measured.map((index) => el("th", { scope: "col" }, swatch(index), " measured")),
-        ),
-      ),
+      el("thead", {}, el("tr", {}, ...head.map((name) => el("th", { scope: "col" }, name)))),
       el(
         "tbody",
         {},
-        ...lines.map(([name, theory, rank]) =>
-          el(
-            "tr",
-            {},
-            el("th", { scope: "row" }, name),
-            el("td", {}, words(theory, "share")),
-            ...measured.map((index) => {
-              const values = data.runs[index].bubble_by_rank;
-              const value =
-                rank === null ? mean(values.filter((one) => one !== null)) : values[rank];
-              return el("td", {}, words(value, "share"));
-            }),
-          ),
+        row(["on paper"], plan.bubble),
+        ...measured.map((index) =>
+          row([swatch(index), " measured"], data.runs[index].bubble_by_rank),
         ),
       ),
     ),
   );
+}
+
+function mean(values) {
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((sum, one) => sum + one, 0) / known.length : null;
 }
 
 const scrolling = (table) => el("div", { class: "scroll", tabindex: 0, role: "group" }, table);

@@ -55,66 +55,73 @@ function runLabels(indices) {
   );
 }
 
+const MAX_COLUMNS = 8; // cells next to each other
+
 function stages(layout, run) {
   const { shown } = layout;
   const memory = newest(run, "memory_bytes_by_rank");
   const parts = layout.ranks.flatMap((replicas, i) => {
-    const gap =
-      i && shown.pp[i] > shown.pp[i - 1] + 1
-        ? [el("p", { class: "gap" }, `${shown.pp[i] - shown.pp[i - 1] - 1} more pipeline ranks`)]
-        : [];
-    return [...gap, stage(layout, i, replicas, memory)];
+    const missing = i ? shown.pp[i] - shown.pp[i - 1] - 1 : 0;
+    return [...gap(missing, "more pipeline ranks"), stage(run, i, replicas, memory)];
   });
-  return el("div", { class: "stages" }, ...parts);
+  const found = el("div", { class: "stages" }, ...parts);
+  const width = Math.max(15, 3.1 * Math.min(layout.tp, MAX_COLUMNS) + 6);
+  found.style.gridTemplateColumns = `repeat(auto-fill, minmax(min(100%, ${width}rem), 1fr))`;
+  return found;
 }
 
-function stage(layout, i, replicas, memory) {
-  const layers = layout.layers[i]
-    .map(([from, to]) =>
-      to - from === 1 ? `${from}` : to === from ? "none" : `${from}\u2013${to - 1}`,
-    )
-    .join(", ");
-  const title = layout.pp > 1 ? `Pipeline rank ${layout.shown.pp[i]}` : "All stages on every rank";
+function stage(run, i, replicas, memory) {
+  const { layout, stage_costs: costs, imbalance } = run.facts;
+  const { shown } = layout;
+  const pp = shown.pp[i];
+  const title = layout.pp > 1 ? `Pipeline rank ${pp}` : "All layers on every rank";
+  const work =
+    layout.pp > 1 && imbalance > 0.005 ? `, ${words(costs[pp], "share")} of the work` : "";
   const rows = replicas.flatMap((ranks, d) => {
-    const dp = layout.shown.dp[d];
-    const before = d ? layout.shown.dp[d - 1] : -1;
-    const gap =
-      dp > before + 1 ? [el("p", { class: "gap" }, `${whole(dp - before - 1)} more replicas`)] : [];
-    return [...gap, replica(layout, layout.shown.pp[i], dp, ranks, memory)];
+    const missing = shown.dp[d] - (d ? shown.dp[d - 1] : -1) - 1;
+    return [...gap(missing, "more replicas"), replica(layout, i, d, ranks, memory)];
   });
   return el(
     "section",
     { class: "stage" },
-    el("h4", {}, title, el("span", { class: "quiet" }, ` layers ${layers}`)),
+    el("h4", {}, title, el("span", { class: "quiet" }, ` ${layerWords(layout.layers[i])}${work}`)),
     el("div", { class: "replicas" }, ...rows),
   );
 }
 
-function replica(layout, pp, dp, ranks, memory) {
-  const cells = ranks.map((rank, i) => {
-    const [cp, tp] = [Math.floor(i / layout.tp), i % layout.tp];
-    const held = memory && memory[rank] ? `, ${words(memory[rank], "bytes", 3)}` : "";
-    const place = `rank ${rank}: pp ${pp}, dp ${dp}, cp ${cp}, tp ${tp}${held}`;
-    return el(
-      "li",
-      { class: "rank", title: place, "aria-label": place },
-      el("b", {}, `${rank}`),
-      el("small", {}, cellWords(layout, cp, tp)),
-    );
-  });
-  const list = el("ol", { class: "ranks" }, ...cells);
-  return el(
-    "div",
-    { class: "replica" },
-    layout.dp > 1 ? el("span", { class: "name" }, `dp ${dp}`) : null,
-    list,
-  );
+function gap(missing, noun) {
+  return missing > 0 ? [el("p", { class: "gap" }, `${whole(missing)} ${noun}`)] : [];
 }
 
-function cellWords(layout, cp, tp) {
-  return [layout.cp > 1 ? `cp ${cp}` : "", layout.tp > 1 ? `tp ${tp}` : ""]
-    .filter(Boolean)
-    .join(" ");
+function layerWords(ranges) {
+  const words = ranges
+    .filter(([from, to]) => to > from)
+    .map(([from, to]) => (to - from === 1 ? `${from}` : `${from}\u2013${to - 1}`));
+  return words.length ? `layers ${words.join(", ")}` : "no layers";
+}
+
+function replica(layout, i, d, ranks, memory) {
+  const [pp, dp] = [layout.shown.pp[i], layout.shown.dp[d]];
+  const cells = ranks.map((rank, k) => {
+    const [cp, tp] = [Math.floor(k / layout.tp), k % layout.tp];
+    const held = memory && memory[rank] ? `, ${words(memory[rank], "bytes", 3)}` : "";
+    const place = `rank ${rank}: pp ${pp}, dp ${dp}, cp ${cp}, tp ${tp}${held}`;
+    const cell = el("li", { class: "rank", title: place }, `${rank}`, cellNote(layout, cp, tp));
+    cell.style.background = `color-mix(in srgb, ${partColor(pp)} 24%, var(--panel))`;
+    return cell;
+  });
+  const list = el("ol", { class: "ranks" }, ...cells);
+  list.style.gridTemplateColumns = `repeat(${Math.min(layout.tp, MAX_COLUMNS)}, minmax(0, 3.4rem))`;
+  const share = layout.shares ? ` \u00d7${layout.shares[d]}` : "";
+  const title = layout.shares ? plural(layout.shares[d], "micro-batch") : null;
+  const name = layout.dp > 1 ? el("span", { class: "name", title }, `dp ${dp}${share}`) : null;
+  return el("div", { class: "replica" }, name, list);
+}
+
+function cellNote(layout, cp, tp) {
+  const parts = [layout.cp > 1 ? `cp ${cp}` : "", layout.tp > 1 ? `tp ${tp}` : ""];
+  const text = parts.filter(Boolean).join(" ");
+  return text ? el("small", {}, text) : null;
 }
 
 // The newest row of a list field, null where it was not recorded.

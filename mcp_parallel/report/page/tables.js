@@ -8,15 +8,15 @@ const STATES = {
 };
 const FIGURES = [
   ["Loss", (of) => words(of.loss, "number", 5)],
-  ["Validation", (of) => words(of.val_loss, "number", 5)],
+  ["Best validation", (of) => words(of.val_loss, "number", 5)],
   ["Tokens/s", (of) => words(of.tokens_per_s, "rate")],
   ["Step time", (of) => words(of.step_time_s, "seconds", 3)],
   ["MFU", (of) => words(of.mfu, "share")],
   ["Communication", (of) => words(of.communication_share, "share")],
   ["Bubble", (of) => words(of.bubble, "share")],
-  ["in theory", (of) => words(of.bubble_theory, "share")],
+  ["Bubble on paper", (of) => words(of.bubble_theory, "share")],
   ["Peak memory", (of) => words(of.memory_bytes, "bytes", 3)],
-  ["predicted", (of) => words(of.memory_predicted_bytes, "bytes", 3)],
+  ["Memory predicted", (of) => words(of.memory_predicted_bytes, "bytes", 3)],
 ];
 
 function cardsSection() {
@@ -54,10 +54,18 @@ function card(run, index, figures) {
         el("div", {}, el("dt", {}, figureName(name, run)), el("dd", {}, show(of))),
       ),
     ),
+    pointsNote(run),
     ...run.notes.map((note) => el("p", { class: "note" }, note)),
   );
   found.style.borderTopColor = colorOf(index);
   return found;
+}
+
+// Of a long run: what a point of a line stands for.
+function pointsNote(run) {
+  const each = run.axes[0]?.rows_a_point ?? 1;
+  const text = `${each} rows to a point: lines are means, bands go from least to most`;
+  return each > 1 ? el("p", { class: "quiet points-note" }, text) : null;
 }
 
 // Some families count images.
