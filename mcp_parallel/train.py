@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from mcp_parallel.cli.main import main
+from mcp_parallel.launch.variables import settled_status
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(settled_status(main(["train", *sys.argv[1:]])))

@@ -31,6 +31,11 @@ class _Setting(NamedTuple):
         return self.key if self.value is None else f"{self.key}={self.value}"
 
 
+def setting(flag: str, key: str, value: object) -> _Setting:
+    """``key`` as a command line sets it, for settings that come from elsewhere than a flag."""
+    return _Setting(flag, key, str(value))
+
+
 class _Flag(NamedTuple):
     names: tuple[str, ...]
     key: str

@@ -10,10 +10,10 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
-from mcp_parallel.cli import check, data, doctor, generate, parity, plan, report, train
+from mcp_parallel.cli import check, data, doctor, generate, launch, parity, plan, report, train
 from mcp_parallel.errors import BAD_CONFIG, OK, STOPPED, ConfigError
 
-_COMMANDS = (train, check, parity, plan, data, doctor, generate, report)
+_COMMANDS = (train, check, parity, plan, data, doctor, generate, report, launch)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -18,7 +18,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.data.sources import anchored
 from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
-from mcp_parallel.launch.variables import own_cuts, under_torchrun
+from mcp_parallel.launch.variables import own_cuts, under_torchrun, wanted_timeout_s
 from mcp_parallel.layout import Layout
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
@@ -63,6 +63,7 @@ def _run_here(args: argparse.Namespace) -> int:
         status = launch_local(
             _rank_body(config, data, folder.path, start.resume_from, options),
             Layout.from_config(config.parallel).world_size,
+            timeout_s=wanted_timeout_s(),
             preload=("mcp_parallel.trainer",),
         )
         return _report(folder, start, status, options)
@@ -79,7 +80,9 @@ def _run_under_torchrun(args: argparse.Namespace) -> int:
 
     from mcp_parallel.launch.env import run_from_env
 
-    return run_from_env(lambda context: _be_a_rank(config, options, context))
+    return run_from_env(
+        lambda context: _be_a_rank(config, options, context), timeout_s=wanted_timeout_s()
+    )
 
 
 def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Mapping
+from pathlib import Path
 
+from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, STOPPED, ConfigError, shown
+from mcp_parallel.launch import DEFAULT_TIMEOUT_S
 from mcp_parallel.topology import cuts_around
+
+EXIT_FILE = "MCP_EXIT_FILE"
+"""Names the file into which ranks of torchrun write a status that a restart would not change."""
+TIMEOUT = "MCP_TIMEOUT_S"
+"""Seconds that a rank waits for another, where the default is not right."""
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -24,6 +33,39 @@ def under_torchrun(environ: Mapping[str, str] = os.environ) -> bool:
         return False
     elastic = "TORCHELASTIC_RUN_ID" in environ
     return elastic or ("LOCAL_RANK" in environ and "GROUP_RANK" in environ)
+
+
+def wanted_timeout_s(environ: Mapping[str, str] = os.environ) -> float:
+    """Seconds that a rank waits for another: ``MCP_TIMEOUT_S``, or the default.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    text = environ.get(TIMEOUT, "")
+    if not text:
+        return DEFAULT_TIMEOUT_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        problem = f"launch: {TIMEOUT} must be a number of seconds above 0, got {shown(text)}"
+        raise ConfigError([f"{problem}; use {DEFAULT_TIMEOUT_S:g}, or unset it"])
+    return seconds
+
+
+def settled_status(status: int, environ: Mapping[str, str] = os.environ) -> int:
+    """The exit status of this process, for a ``status`` of ``train``.
+
+    torchrun starts ranks anew whatever they ended with. Where ``MCP_EXIT_FILE`` names a file, its
+    ranks write a status that a restart would not change (2, 3) or must not (4) into it and end
+    with 0; the script that started torchrun reads it.
+    """
+    path = environ.get(EXIT_FILE)
+    if not path or not under_torchrun(environ) or status not in (BAD_CONFIG, DIVERGED, STOPPED):
+        return status
+    Path(path).write_text(f"{status}\n", encoding="ascii")
+    return OK
 
 
 def own_cuts(environ: Mapping[str, str] = os.environ) -> list[int]:
