@@ -106,7 +106,7 @@ def created(url: str) -> IO[bytes]:
     system, place = _system(url)
 
     def create() -> IO[bytes]:
-        system.makedirs(place.rpartition("/")[0], exist_ok=True)
+        _make_folder(system, place)
         return system.open(place, "wb")
 
     return _tried(url, create)
@@ -135,24 +135,31 @@ def read_range(url: str, start: int, stop: int) -> bytes:
     found = _tried(url, lambda: system.cat_file(place, start=start, end=stop))
     if len(found) != stop - start:
         raise StorageError(
-            f"data: {shown(url)} must give the {stop - start} bytes from {start} on, got "
+            f"data: {url!a} must give the {stop - start} bytes from {start} on, got "
             f"{len(found)}; the file was cut, or its server does not answer ranges"
         )
     return found
 
 
 def write(path: str, text: bytes) -> None:
-    """Replace a file as a whole.
+    """Write a file, and the folders above it.
 
     Raises:
         StorageError: a URL that cannot be reached.
         OSError: a local file that cannot be written.
     """
     if not is_url(path):
-        local_path(path).write_bytes(text)
+        location = local_path(path)
+        location.parent.mkdir(parents=True, exist_ok=True)
+        location.write_bytes(text)
         return
     system, place = _system(path)
-    _tried(path, lambda: system.pipe_file(place, text))
+
+    def replace() -> None:
+        _make_folder(system, place)
+        system.pipe_file(place, text)
+
+    _tried(path, replace)
 
 
 def remove(path: str) -> None:
@@ -207,6 +214,12 @@ def listed(url: str) -> list[Entry]:
     return entries
 
 
+def _make_folder(system: Any, place: str) -> None:
+    """The folder of a file, where the storage has such a thing."""
+    if folder := place.rpartition("/")[0]:
+        system.makedirs(folder, exist_ok=True)
+
+
 def _stamp(info: dict[str, Any]) -> str:
     keys = ("ETag", "etag", "mtime", "LastModified", "modified", "created", "size")
     return next(str(info[key]) for key in keys if info.get(key) is not None)
@@ -245,9 +258,9 @@ def _as_storage_error(url: str, error: Exception) -> StorageError:
     if isinstance(error, StorageError):
         return error
     if isinstance(error, FileNotFoundError):
-        return StorageError(f"data: {shown(url)} must exist, got no such file; check the address")
+        return StorageError(f"data: {url!a} must exist, got no such file; check the address")
     words = shown(f"{type(error).__name__}: {error}")[1:-1]
     return StorageError(
-        f"data: {shown(url)} must be reachable, got {words}; check the address, the network, and "
+        f"data: {url!a} must be reachable, got {words}; check the address, the network, and "
         "the keys in the environment"
     )
