@@ -100,7 +100,7 @@ def test_an_unknown_command_names_the_nearest(capsys, word, hint):
     assert main.main([word, "--dp", "2"]) == 2
     assert capsys.readouterr().err == (
         "mcp-parallel: COMMAND must be one of train, check, parity, plan, data, doctor, generate, "
-        f"report, got '{word}'; {hint}\n"
+        f"report, launch, got '{word}'; {hint}\n"
     )
 
 
