@@ -11,7 +11,8 @@ import torch.distributed as dist
 from mcp_kernels.spans import span
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
-from mcp_parallel.data.source import Data, documents_of, open_data, source_of
+from mcp_parallel.data.ahead import Ahead
+from mcp_parallel.data.source import Data, open_data, source_of
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.evaluate import Evaluator
 from mcp_parallel.launch.context import RankContext
@@ -61,6 +62,7 @@ class Trainer:
         self.config = config = settle(config, mesh, Path(run_dir))
         self.train_step = TrainingStep(config, mesh, Path(run_dir) / "scratch")
         self.data = source_of(data or open_data(config), config)
+        self.batches = Ahead(self.data, config)
         self.evaluate = Evaluator(self.train_step, self.data)
         self.run_dir = Path(run_dir)
         self.step = load_step(resume_from, self.train_step) if resume_from else 0
@@ -99,6 +101,7 @@ class Trainer:
             if self._is_checkpoint_due():
                 self._save()
         self.profile.close()
+        self.batches.close()
         if status == STOPPED:
             self._save()
         self.monitor.close(status)
@@ -110,14 +113,12 @@ class Trainer:
         lr = learning_rate(self.step, self.config.train)
         with self.profile.step(self.step):
             with span("data"):
-                rows = self.train_step.rows()
-                inputs, targets = self.data.batch(self.step, rows)
-                documents = documents_of(self.data, self.config, self.step, rows)
+                batch = self.batches.take(self.step, self.train_step.rows())
             result = self.train_step(
-                torch.from_numpy(inputs).to(self.context.device),
-                torch.from_numpy(targets).to(self.context.device),
+                torch.from_numpy(batch.inputs).to(self.context.device),
+                torch.from_numpy(batch.targets).to(self.context.device),
                 lr,
-                documents=None if documents is None else torch.from_numpy(documents),
+                documents=None if batch.documents is None else torch.from_numpy(batch.documents),
                 step=self.step,
                 stop=self.context.stop_requested(),
             )
@@ -134,6 +135,7 @@ class Trainer:
             step_time_s,
             communication_share=communication_share,
             validation=validation,
+            data_wait_s=self.batches.waited_s,
         )
         return result
 

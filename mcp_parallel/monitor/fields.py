@@ -59,6 +59,9 @@ FIELDS: dict[str, Field] = {
     "compute_s_by_rank": Field(
         "ranks", "s", "every", "time of the step that each rank spent on its own work; on CPUs"
     ),
+    "data_wait_share": Field(
+        "number", "", "every", "part of the step in which rank 0 waited for its batch, 0 to 1"
+    ),
     # Health, sampled.
     "grad_norm_by_layer": Field("layers", "", "sampled", "before clipping"),
     "grad_norm_per_million_by_layer": Field(

@@ -25,8 +25,8 @@ class Monitor:
 
     A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
     clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
-    and, over the steps since the record before: ``tokens_per_s`` and ``step_time_s`` (mean). With
-    1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
+    and, over the steps since the record before: ``tokens_per_s``, ``step_time_s`` (mean) and
+    ``data_wait_share`` (part of that in which rank 0 waited for its batch). With 1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
     (what float32 takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
     forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
     ``mcp_parallel.parallel.clock.bubbles``), both of that step alone. With loss scaling also
@@ -71,7 +71,7 @@ class Monitor:
         self._last: dict[str, Any] | None = None
         self._validation: Validation | None = None
         self._window_tokens = self._window_steps = 0
-        self._window_s = 0.0
+        self._window_s = self._window_wait_s = 0.0
 
     def record(
         self,
@@ -82,6 +82,7 @@ class Monitor:
         *,
         communication_share: float | None = None,
         validation: Validation | None = None,
+        data_wait_s: float | None = None,
     ) -> None:
         """Take in the step after ``step`` steps; it is written when ``monitor.every`` says so."""
         if not self._is_main:
@@ -90,6 +91,7 @@ class Monitor:
         self._tokens += result.num_tokens
         self._window_tokens += result.num_tokens
         self._window_s += step_time_s
+        self._window_wait_s += data_wait_s or 0.0
         self._window_steps += 1
         self._last = {
             "step": self._step,
@@ -100,6 +102,8 @@ class Monitor:
             "tokens_per_s": self._window_tokens / self._window_s,
             "step_time_s": self._window_s / self._window_steps,
         }
+        if data_wait_s is not None:
+            self._last["data_wait_share"] = self._window_wait_s / self._window_s
         if result.wire_bytes is not None:
             self._last["wire_bytes"] = result.wire_bytes
             if result.wire_bytes and result.uncompressed_bytes:
@@ -143,7 +147,7 @@ class Monitor:
         if self._last is not None:
             self._metrics.log(self._last)
         self._window_tokens = self._window_steps = 0
-        self._window_s = 0.0
+        self._window_s = self._window_wait_s = 0.0
 
     def _summary(self, status: int) -> str:
         elapsed_s = time.monotonic() - self._start_s
