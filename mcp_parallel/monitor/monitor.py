@@ -26,8 +26,9 @@ class Monitor:
     A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
     clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
     and, over the steps since the record before: ``tokens_per_s``, ``step_time_s`` (mean) and
-    ``data_wait_share`` (part of that in which rank 0 waited for its batch). With 1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio``
-    (what float32 takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
+    ``data_wait_share`` (part of that in which rank 0 waited for its batch). With 1-bit Adam also
+    ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio`` (what float32
+    takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
     forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
     ``mcp_parallel.parallel.clock.bubbles``), both of that step alone. With loss scaling also
     ``loss_scale`` and ``skipped`` (the gradients overflowed, nothing was updated) of the step; a
