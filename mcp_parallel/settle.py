@@ -29,7 +29,7 @@ from mcp_parallel.planner.balance import LayerCosts, choose_shares, rank_costs, 
 from mcp_parallel.rules.batch import microbatch_rule
 
 FILE = "balance.json"
-# Equal shares stay where others would gain less: two medians of five passes differ as much.
+# Equal shares stay where others would gain less: two such times of like ranks differ as much.
 _WORTH = 0.05
 
 

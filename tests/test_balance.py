@@ -25,7 +25,10 @@ from mcp_parallel.planner.balance import (
     modelled_costs,
     rank_costs,
     split_by_cost,
+    stage_factors,
 )
+from mcp_parallel.schedules.build import build_plan
+from mcp_parallel.schedules.simulate import Costs, simulate
 from mcp_parallel.step import TrainingStep
 
 LAYOUTS = [
@@ -126,6 +129,20 @@ def test_shares_follow_speeds():
 def test_shares_that_cannot_be_chosen_are_refused(speeds, units, words):
     with pytest.raises(ValueError, match=words):
         choose_shares(speeds, units)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.schedule} {layout.pp}")
+def test_a_simulated_pipeline_takes_its_stages_as_they_are(layout):
+    split = [1 + stage % 3 for stage in range(layout.num_stages)]
+    costs = LayerCosts(embedding=1.0, block=2.0, head=5.0)
+    factors = stage_factors(split, costs)
+    assert sum(factors) == pytest.approx(layout.num_stages)
+    plan = build_plan(layout.schedule, layout.pp, 4 * layout.pp, layout.stages_per_rank)
+    timeline = simulate(plan, Costs(stages=factors))
+    # Forward and both gradients of every stage and micro-batch, each on the rank that has it.
+    mean = (1.0 + 2.0 * sum(split) + 5.0) / layout.num_stages
+    for rank, work in enumerate(rank_costs(split, layout, costs)):
+        assert timeline.busy(rank) == pytest.approx(3 * 4 * layout.pp * work / mean)
 
 
 def test_imbalance_is_how_far_the_largest_is_above_the_mean():

@@ -7,7 +7,6 @@ so costs that stages share (messages, hooks, the loop) are in the block, where t
 
 from __future__ import annotations
 
-import statistics
 import time
 from dataclasses import replace
 
@@ -22,8 +21,8 @@ from mcp_parallel.parallel.parallelize import Stage, build_stages
 from mcp_parallel.parallel.pipeline import hidden_like
 from mcp_parallel.planner.balance import LayerCosts
 
-# The first passes allocate; of five more the middle one is no outlier of a busy machine.
-_WARM_UP, _ROUNDS = 2, 5
+# The first passes allocate. What disturbs a pass makes it longer: the lower quartile is taken.
+_WARM_UP, _ROUNDS = 2, 9
 
 
 def measure_layers(config: Config, mesh: Mesh, rounds: int = _ROUNDS) -> LayerCosts:
@@ -32,7 +31,7 @@ def measure_layers(config: Config, mesh: Mesh, rounds: int = _ROUNDS) -> LayerCo
     Args:
         config: the run, checked.
         mesh: this rank's, of the run's layout.
-        rounds: timed passes, of which the median counts.
+        rounds: timed passes, whose lower quartile counts.
 
     Cost: ``rounds`` + 2 micro-batches through three blocks, embedding and head; while it runs their
     weights, gradients and one micro-batch's activations are in memory.
@@ -45,7 +44,7 @@ def measure_layers(config: Config, mesh: Mesh, rounds: int = _ROUNDS) -> LayerCo
             seconds = passes.time(stage)
             if turn >= _WARM_UP:
                 found.append(seconds)
-    first, middle, last = (statistics.median(found) for found in times)
+    first, middle, last = (sorted(found)[rounds // 4] for found in times)
     return LayerCosts(
         embedding=max(0.0, first - middle), block=middle, head=max(0.0, last - middle)
     )

@@ -118,6 +118,16 @@ def rank_costs(
     ]
 
 
+def stage_factors(split: Sequence[int], costs: LayerCosts) -> tuple[float, ...]:
+    """Cost of each stage over the stages' mean: what ``schedules.simulate`` takes of a split."""
+    last = len(split) - 1
+    each = [
+        costs.of_stage(blocks, is_first=stage == 0, is_last=stage == last)
+        for stage, blocks in enumerate(split)
+    ]
+    return tuple(cost * len(each) / sum(each) for cost in each)
+
+
 def imbalance(loads: Sequence[float]) -> float:
     """How much longer the largest load is than the mean, 0 when all are alike.
 

@@ -16,15 +16,21 @@ class Costs:
     weight_grad: float = 1.0
     comm: float = 0.0
     """From the end of an action to its result on another rank; no rank is busy with it."""
+    stages: tuple[float, ...] | None = None
+    """Factor of each stage's times, where stages are unlike; None is 1."""
 
     def of(self, action: Action) -> float:
         """Duration of ``action``."""
-        return {
-            "F": self.forward,
-            "B": self.input_grad + self.weight_grad,
-            "I": self.input_grad,
-            "W": self.weight_grad,
-        }[action.kind]
+        factor = 1.0 if self.stages is None else self.stages[action.stage]
+        return (
+            factor
+            * {
+                "F": self.forward,
+                "B": self.input_grad + self.weight_grad,
+                "I": self.input_grad,
+                "W": self.weight_grad,
+            }[action.kind]
+        )
 
 
 @dataclass(frozen=True)
