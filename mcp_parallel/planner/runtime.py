@@ -39,8 +39,8 @@ class Runtime:
     whole_gradient_bytes: Mapping[int, float] | None = None
     """ZeRO stage -> bytes an element of gradients that are kept whole between micro-batches; None
     is the activations' format."""
-    has_master_shard: bool = True
-    """Whether ZeRO's shards are of fp32 weights alone, not of 16-bit ones beside them."""
+    shard_bytes: float = 16
+    """Of an element that ZeRO shards: fp32 weight, gradient and two moments."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
 

@@ -1,0 +1,160 @@
+"""Predicted peak of a rank's memory, in closed form. No torch.
+
+For ``OURS`` the formulas follow ``mcp_parallel/memory``, which replays a step allocation by
+allocation, and a test holds them together; here a layout takes microseconds. Letters as in
+``block.py``; P = parameters of a rank, n = ranks that share them out, c = bytes of an activation and
+of a 16-bit weight, g = largest group of weights that is whole at once under zero 3.
+
+    state, zero 0   P (c + 4 + 4 + 8): weights, fp32 weights, gradients, moments (fp32: 4 + 4 + 8)
+           zero 1   P (c + gradient) + P / n * 16
+           zero 2   P c + P / n * 16, and g's gradients
+           zero 3   P / n * 16, and g twice
+    a block keeps   2 t h / tp + 2 t h + 2 t (q + kv) + 3 t f elements and 4 t (q / d + 2) bytes
+        selective   what is cheap is made again: -t f, and without tensor parallelism -2 t h
+        full        t h / tp
+    pipeline        live micro-batches of ``pipeline.py``, and messages
+    beside          one block's backward pass, the head's logits and its gradient
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mcp_parallel.planner.flops import block_matrices, kv_size
+from mcp_parallel.planner.layouts import Job, PlannedLayout
+from mcp_parallel.planner.pipeline import live_microbatches
+from mcp_parallel.planner.stages import RankStages, rank_parameters, rank_stages
+
+USABLE = 0.9
+"""Part of the card that a plan may fill: contexts, communicators and fragments take the rest."""
+_STATE = 4
+"""Bytes of a weight, gradient or moment as the optimizer sees it."""
+_LOGITS_CHUNK = 256 * 2**20
+"""As ``parallel/head_loss.py`` has it on a GPU."""
+_WHOLE_LOGIT_BYTES = 8
+"""A logit that is not split: 16-bit, its fp32 form, and a 16-bit gradient."""
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank at its peak."""
+
+    state: float
+    """Weights, gradients and the optimizer's."""
+    activations: float
+    transients: float
+    """Of the passes that are going on, logits included."""
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return sum(self)
+
+
+def peak_memory(job: Job, layout: PlannedLayout) -> Memory:
+    """The peak of the pipeline rank that needs most."""
+    stages = rank_stages(job.model.num_layers, layout)
+    # The first keeps most micro-batches, the last has the head; the second has neighbours on both
+    # sides.
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
+    return max((rank_memory(job, layout, rank, stages[rank]) for rank in ranks), key=_total)
+
+
+def _total(memory: Memory) -> float:
+    return memory.total
+
+
+def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) -> Memory:
+    """The peak of one pipeline rank."""
+    count = job.num_microbatches(layout)
+    live = live_microbatches(layout.schedule, layout.pp, layout.stages_per_rank, count, rank)
+    hidden_bytes = job.compute_bytes * _cut(job, layout) * job.model.hidden_size
+    messages = 0.0
+    kept = live * stages.layers * kept_bytes(job, layout)
+    if layout.pp > 1:
+        alive = count if job.runtime.keeps_messages else live
+        messages = 2.0 * stages.neighbours * alive * hidden_bytes
+        inputs = layout.stages_per_rank - stages.has_embedding
+        kept = max(0.0, kept - live / layout.stages_per_rank * inputs * hidden_bytes)
+    kept += 8 * 2 * count * layout.micro_batch_size * job.model.seq_len
+    return Memory(
+        state_bytes(job, layout, stages, count),
+        kept,
+        transient_bytes(job, layout, stages),
+        messages,
+    )
+
+
+def _cut(job: Job, layout: PlannedLayout) -> float:
+    """Tokens of a rank between layers."""
+    return -(-job.tokens(layout) // layout.tp)
+
+
+def state_bytes(job: Job, layout: PlannedLayout, stages: RankStages, count: int) -> float:
+    """Weights, gradients and optimizer state of one rank."""
+    parameters = rank_parameters(job.model, stages, layout.tp)
+    ranks, zero, c = layout.dp * layout.cp, layout.zero, job.compute_bytes
+    is_narrow = c < _STATE
+    fixed = job.runtime.whole_gradient_bytes
+    if zero == 0 or ranks == 1:
+        weights = c + (_STATE if is_narrow else 0)
+        buckets = _STATE if is_narrow or ranks > 1 else 0
+        raw = 0 if is_narrow or (count == 1 and buckets) else c
+        return parameters * (weights + 2 * _STATE + buckets + raw)
+    sharded = parameters / ranks * job.runtime.shard_bytes
+    group = _largest_group(job, layout, stages)
+    reduced = _STATE * group
+    if zero == 3:
+        blocks = 2 * block_matrices(job.model) / layout.tp
+        root = max(0.0, group - blocks / 2) if group > blocks / 2 else 0.0
+        return sharded + c * (blocks + root) + c * group + reduced
+    raw = c if fixed is None else fixed[zero]
+    gathers_raw = layout.pp > 1 or (zero == 1 and count > 1) or fixed is not None
+    whole = parameters * (c + raw) if gathers_raw else parameters * c + raw * group
+    return sharded + whole + reduced
+
+
+def _largest_group(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
+    """Elements of the largest group of weights: a block's, or embedding and head."""
+    table = job.model.vocab_size * job.model.hidden_size / layout.tp
+    ends = stages.has_embedding + stages.has_head
+    if job.model.tie_embeddings:
+        ends = min(ends, 1)
+    return max(block_matrices(job.model) / layout.tp, ends * table)
+
+
+def kept_bytes(job: Job, layout: PlannedLayout) -> float:
+    """What a block keeps of one micro-batch for the backward pass."""
+    model, c, tp = job.model, job.compute_bytes, layout.tp
+    tokens, cut = job.tokens(layout), _cut(job, layout)
+    hidden = model.hidden_size
+    if layout.activation_checkpointing == "full":
+        return c * cut * hidden
+    drops = layout.activation_checkpointing == "selective"
+    normed = 2 * (tokens if tp > 1 and job.runtime.saves_gathered else cut) * hidden
+    if drops and (tp == 1 or not job.runtime.saves_gathered):
+        normed = 0
+    attention = 2 * tokens * (hidden + kv_size(model)) / tp
+    ffn = (2 if drops else 3) * tokens * model.ffn_size / tp
+    rows = 4 * (tokens * model.num_heads / tp + 2 * cut)
+    return c * (2 * cut * hidden + normed + attention + ffn) + rows
+
+
+def transient_bytes(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
+    """What one block's backward pass, or the head, has beside what is kept."""
+    model, c, tp = job.model, job.compute_bytes, layout.tp
+    tokens, hidden = job.tokens(layout), model.hidden_size
+    gathered = tokens * hidden if tp > 1 else 0
+    backward = c * (2 * tokens * model.ffn_size / tp + _cut(job, layout) * hidden + gathered)
+    if layout.activation_checkpointing == "full":
+        backward += kept_bytes(job, layout._replace(activation_checkpointing="none"))
+    if not stages.has_head:
+        return backward
+    vocab = model.vocab_size / tp
+    table_grad = _STATE * vocab * hidden
+    if job.runtime.splits_logits:
+        logits = min((_STATE + c) * tokens * vocab, 1.5 * _LOGITS_CHUNK)
+    else:
+        logits, table_grad = _WHOLE_LOGIT_BYTES * tokens * vocab, 0
+    head = logits + table_grad + c * (2 * tokens * hidden + gathered)
+    return max(backward, head)

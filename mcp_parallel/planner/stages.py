@@ -1,0 +1,58 @@
+"""What each pipeline rank holds: blocks, embedding, head, and so its parameters. No torch."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from mcp_parallel.config import ModelConfig, Schedule
+from mcp_parallel.layout import Layout, split_layers
+from mcp_parallel.planner.flops import block_matrices
+from mcp_parallel.planner.layouts import PlannedLayout
+
+
+class RankStages(NamedTuple):
+    """Of one pipeline rank."""
+
+    layers: int
+    has_embedding: bool
+    has_head: bool
+    neighbours: int
+    """Borders between a stage of this rank and one of another rank."""
+
+
+def rank_stages(num_layers: int, layout: PlannedLayout) -> tuple[RankStages, ...]:
+    """By pipeline rank, as ``layout.split_layers`` shares the blocks out."""
+    return _rank_stages(num_layers, layout.schedule, layout.pp, layout.virtual_stages)
+
+
+@lru_cache(maxsize=4096)
+def _rank_stages(
+    num_layers: int, schedule: Schedule, pp: int, virtual_stages: int
+) -> tuple[RankStages, ...]:
+    layout = Layout(pp=pp, schedule=schedule, virtual_stages=virtual_stages)
+    ranges = split_layers(num_layers, layout.num_stages)
+    last = layout.num_stages - 1
+    owner = [layout.stage_owner(stage) for stage in range(layout.num_stages)]
+    found = []
+    for rank in range(pp):
+        mine = [stage for stage in range(layout.num_stages) if owner[stage] == rank]
+        borders = sum(
+            owner[other] != rank
+            for stage in mine
+            for other in (stage - 1, stage + 1)
+            if 0 <= other <= last
+        )
+        layers = sum(len(ranges[stage]) for stage in mine)
+        found.append(RankStages(layers, 0 in mine, last in mine, borders))
+    return tuple(found)
+
+
+def rank_parameters(model: ModelConfig, stages: RankStages, tp: int) -> float:
+    """Elements on one of the tp ranks of a pipeline rank."""
+    table = model.vocab_size * model.hidden_size / tp
+    ends = stages.has_embedding + stages.has_head
+    if model.tie_embeddings and ends == 2:
+        ends = 1
+    block = block_matrices(model) / tp + 2 * model.hidden_size
+    return stages.layers * block + ends * table + model.hidden_size * stages.has_head
