@@ -77,6 +77,14 @@ class ModelConfig:
 class ParallelConfig:
     """How the run is spread over ranks; world size = dp * tp * pp * cp."""
 
+    auto: bool = False
+    """The planner chooses all degrees, and schedule, virtual_stages, zero, rank_order,
+    train.micro_batch_size and, from the given level up, memory.activation_checkpointing, for the
+    ranks there are. Writing ``parallel: auto`` is the same. What it chose is recorded in the run
+    folder, and stands when the run is resumed on as many ranks."""
+    ranks: int | None = None
+    """Ranks that auto spreads the run over; null is torchrun's number, else the machine's GPUs, or
+    its cores where it has none. null without auto."""
     dp: int = 1
     """Data-parallel replicas."""
     tp: int = 1
@@ -353,7 +361,7 @@ def _build(values: Mapping[str, Any], problems: list[str]) -> Config:
         if name not in TABLES:
             problems.append(config_schema.unknown_key("", str(name), TABLES))
         elif name == "parallel" and given == "auto":
-            problems.append(config_schema.NO_PLANNER)
+            tables[name] = {"auto": True}
         elif given is None:
             continue  # a table whose keys are all commented out
         elif not isinstance(given, Mapping):

@@ -38,11 +38,6 @@ _FOREIGN_NAMES = {
     "dataset": "data.path",
 }
 
-NO_PLANNER = (
-    "config: parallel must be a table of degrees, got 'auto'; the planner is not here yet, give "
-    "parallel.dp, parallel.tp and parallel.pp"
-)
-
 _FOREIGN_VALUES = {
     "float16": "fp16",
     "half": "fp16",
@@ -244,7 +239,7 @@ def parse_overrides(
                 "write for example train.lr=3e-4"
             )
         elif (table, key, text.strip()) == ("parallel", "", "auto"):
-            problems.append(NO_PLANNER)
+            values.setdefault("parallel", {})["auto"] = True
         elif table in known and not key:
             problems.append(
                 f"config: override must name a key of {table}, got {shown(override)}; write for "

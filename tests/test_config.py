@@ -162,15 +162,20 @@ def test_a_table_is_a_mapping(value):
     assert "train must be a table" in problem_of(lambda: Config.from_mapping({"train": value}))
 
 
-def test_auto_layout_is_refused_until_it_is_here():
-    assert "give parallel.dp" in problem_of(lambda: Config.from_mapping({"parallel": "auto"}))
-    assert "give parallel.dp" in problem_of(lambda: Config().with_overrides(["parallel=auto"]))
+def test_auto_layout_is_a_key_that_one_word_sets():
+    auto = Config().with_overrides(["parallel.auto=true"])
+    assert auto != Config()
+    assert Config.from_mapping({"parallel": "auto"}) == auto
+    assert Config().with_overrides(["parallel=auto"]) == auto
+    both = Config().with_overrides(["parallel=auto", "parallel.ranks=8"])
+    assert (both.parallel.auto, both.parallel.ranks) == (True, 8)
+    assert "parallel must be a table" in problem_of(lambda: Config.from_mapping({"parallel": "on"}))
 
 
 def test_all_problems_are_told_at_once():
     values = {
         "trian": {},
-        "parallel": "auto",
+        "parallel": "on",
         "train": {"lr": "x", "steps": 1.5, "sped": 1},
         "model": {"preset": "8b"},
         "memory": {"offload": 1},

@@ -6,11 +6,13 @@ activation. Between the matmuls' regions a rank holds t / tp tokens (sequence pa
 
     matmuls     [t, h] x [h, q + 2 kv], [t, q] x [q, h], [t, h] x [h, 2 f], [t, f] x [f, h];
                 twice that in the backward pass
-    attention   2 mb S^2 / cp * q operations in the forward pass (causal)
+    attention   2 mb S^2 / cp * q operations in the forward pass (causal: half of two products of
+                2 mb S^2 q), and five products in the backward pass where that has two
     memory      10 t h / tp + 2 t (q + kv) + 3 t f elements: norms and sums, rotary, SwiGLU
     fp8         7 bytes an element of each matmul's input: its largest value, cast and transpose
     tp          an all-gather and a reduce-scatter of t h, twice in each pass
-    cp          keys and values of the other ranks, in the backward pass their gradients too
+    cp          keys and values of the other ranks, in the backward pass their gradients too; a
+                ring reads and writes results in fp32 to merge each further block, 12 bytes an element
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from mcp_parallel.planner.topology import Group
 
 FP8_CAST_BYTES = 7
 """Read 2 for the largest value, read 2 and write 1 for the cast, read 1 and write 1 to transpose."""
+MERGE_BYTES = 12
+"""Read two fp32 results and write one."""
 CHEAP_PART = 0.6
 """Norms and SwiGLU as part of the memory-bound work: what selective checkpointing runs again."""
 _LAUNCHES = 8
@@ -107,8 +111,8 @@ def attention_pair(job: Job, tokens: int, tp: int, cp: int) -> tuple[float, floa
     flops = tokens * 2 * model.seq_len * model.hidden_size / tp
     seen = model.seq_len / cp
     forward, backward = (
-        roofline.attention_seconds(job.hardware, flops, seen, job.precision, backward=back)
-        for back in (False, True)
+        roofline.attention_seconds(job.hardware, work, seen, job.precision, part)
+        for work, part in zip((flops, 2.5 * flops), job.runtime.attention, strict=True)
     )
     return forward, backward
 
@@ -157,10 +161,13 @@ def context_seconds(
     width = 2 * kv_size(job.model) / tp
     num_bytes = job.compute_bytes * tokens * width * group.ranks
     seconds = all_gather_seconds(num_bytes, group, job.hardware)
-    hides = job.runtime.cp_overlaps
+    if not job.runtime.cp_overlaps:
+        return seconds, 2 * seconds
+    merged = MERGE_BYTES * (group.ranks - 1) * tokens * job.model.hidden_size / tp
+    merge = roofline.memory_seconds(job.hardware, merged)
     return (
-        exposed(seconds, attention if hides else 0.0, job.hardware),
-        exposed(2 * seconds, attention_back if hides else 0.0, job.hardware),
+        exposed(seconds, attention, job.hardware) + merge,
+        exposed(2 * seconds, attention_back, job.hardware) + merge,
     )
 
 

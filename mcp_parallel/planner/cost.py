@@ -8,7 +8,7 @@ where it is. Terms of one shape are computed once for all layouts that share it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from mcp_parallel.planner import block, pipeline, roofline, sharding
@@ -52,6 +52,14 @@ class StepCost:
     def tflops(self, job: Job, *, causal: bool = True) -> float:
         """TFLOP/s of model work of one rank."""
         return self.tokens_per_s(job.ranks) * flops_per_token(job.model, causal=causal) / 1e12
+
+    def towards(self, other: StepCost, part: float) -> StepCost:
+        """This step with ``part`` of what makes it another one, term by term."""
+        mixed = {
+            name: (1 - part) * getattr(self, name) + part * getattr(other, name)
+            for name in ("step_s", "compute_s", "tensor_s", "context_s", "bubble_s", "messages_s")
+        }
+        return replace(self, **mixed)
 
     def parts(self) -> dict[str, float]:
         """Seconds by name; they sum up to the step."""

@@ -43,12 +43,14 @@ class Hardware:
     """Time that a second of communication takes from computation beside it: its kernels hold some
     of the processors (NCCL: 16 to 24 of an H100's 132). 1 where ranks have no engine for it: on a
     CPU nothing is hidden."""
-    matmul_efficiency: float = 0.75
+    reserve_bytes: int = 3 * GIB
+    """Of a rank's memory, what is neither tensor nor free: contexts, libraries, communicators."""
+    matmul_efficiency: float = 0.8
     """Part of the peak that large matmuls and attention reach inside a training step, with all that
     is not counted on its own. The one constant that is fitted (``validate.py``)."""
-    half_efficiency_side: float = 192.0
-    """A matmul whose smallest side is this reaches half of what a large one does: about a tile of
-    fill and drain (``roofline.py``). In narrower formats it grows as their peak does."""
+    half_efficiency_side: float = 128.0
+    """A matmul with one side of this length reaches half of what one with a long side does: about a
+    tile (``roofline.py``). It grows with the peak, since filling a tile's pipeline takes its time."""
     source: str = ""
     """Where the figures are from."""
 
@@ -81,6 +83,7 @@ _A100 = Hardware(
     domain_ranks=8,
     domain_bytes_per_s=300 * GB,
     network_bytes_per_s=25 * GB,
+    half_efficiency_side=64.0,
     source="NVIDIA A100 80GB data sheet (dense peaks, TF32 as fp32; HBM2e 2,039 GB/s; NVLink 600 "
     "GB/s both ways); DGX A100: 8 GPUs, eight 200 Gb/s ports",
 )
@@ -106,6 +109,7 @@ _B200 = Hardware(
     name="B200 180GB SXM",
     peak_flops=_with_half_formats(2250e12, 4500e12, 1125e12),
     memory_bytes=180 * GB,
+    half_efficiency_side=256.0,
     memory_bytes_per_s=8000 * GB,
     domain_ranks=8,
     domain_bytes_per_s=900 * GB,
@@ -117,6 +121,7 @@ _GB200 = Hardware(
     name="GB200 NVL72",
     peak_flops=_with_half_formats(2500e12, 5000e12, 1250e12),
     memory_bytes=186 * GB,
+    half_efficiency_side=256.0,
     memory_bytes_per_s=8000 * GB,
     domain_ranks=72,
     domain_bytes_per_s=900 * GB,

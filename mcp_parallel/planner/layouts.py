@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from mcp_parallel.config import ModelConfig, Schedule
+from mcp_parallel.config import ModelConfig, RankOrder, Schedule
 from mcp_parallel.planner.hardware import Hardware
 from mcp_parallel.planner.runtime import OURS, Runtime
 
@@ -26,6 +26,7 @@ class PlannedLayout(NamedTuple):
     micro_batch_size: int
     zero: int
     activation_checkpointing: Checkpointing
+    rank_order: RankOrder = "pp-dp-cp-tp"
 
     @property
     def stages_per_rank(self) -> int:
@@ -49,7 +50,7 @@ class PlannedLayout(NamedTuple):
         return (
             f"dp {self.dp} tp {self.tp} pp {self.pp}{context}{pipeline}, micro-batch "
             f"{self.micro_batch_size}, zero {self.zero}, checkpointing "
-            f"{self.activation_checkpointing}"
+            f"{self.activation_checkpointing}, ranks {self.rank_order}"
         )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -67,13 +68,18 @@ class Job:
     global_batch_size: int
     """Samples of ``model.seq_len`` tokens."""
     precision: str = "bf16"
-    """Of the matmuls: bf16, fp16, fp32, or fp8 with bf16 for all else."""
+    """Of the matmuls: bf16, fp16, fp32, fp64, or fp8 with bf16 for all else."""
     runtime: Runtime = OURS
 
     @property
     def compute_bytes(self) -> int:
         """Of an activation."""
-        return 4 if self.precision == "fp32" else 2
+        return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a weight, gradient or moment as the optimizer sees it."""
+        return max(4, self.compute_bytes)
 
     def num_microbatches(self, layout: PlannedLayout) -> int:
         """That a rank runs in a step."""

@@ -26,9 +26,9 @@ from mcp_parallel.planner.pipeline import live_microbatches
 from mcp_parallel.planner.stages import RankStages, rank_parameters, rank_stages
 
 USABLE = 0.9
-"""Part of the card that a plan may fill: contexts, communicators and fragments take the rest."""
-_STATE = 4
-"""Bytes of a weight, gradient or moment as the optimizer sees it."""
+"""Part of the card that a plan may fill."""
+FRAGMENTS = 0.1
+"""Of what comes and goes, what the allocator loses between its blocks."""
 _LOGITS_CHUNK = 256 * 2**20
 """As ``parallel/head_loss.py`` has it on a GPU."""
 _WHOLE_LOGIT_BYTES = 8
@@ -44,6 +44,8 @@ class Memory(NamedTuple):
     transients: float
     """Of the passes that are going on, logits included."""
     messages: float
+    reserve: float
+    """Contexts, libraries, communicators, and holes between tensors."""
 
     @property
     def total(self) -> float:
@@ -77,12 +79,9 @@ def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) 
         inputs = layout.stages_per_rank - stages.has_embedding
         kept = max(0.0, kept - live / layout.stages_per_rank * inputs * hidden_bytes)
     kept += 8 * 2 * count * layout.micro_batch_size * job.model.seq_len
-    return Memory(
-        state_bytes(job, layout, stages, count),
-        kept,
-        transient_bytes(job, layout, stages),
-        messages,
-    )
+    transients = transient_bytes(job, layout, stages)
+    reserve = job.hardware.reserve_bytes + FRAGMENTS * (kept + transients + messages)
+    return Memory(state_bytes(job, layout, stages, count), kept, transients, messages, reserve)
 
 
 def _cut(job: Job, layout: PlannedLayout) -> float:
@@ -94,21 +93,21 @@ def state_bytes(job: Job, layout: PlannedLayout, stages: RankStages, count: int)
     """Weights, gradients and optimizer state of one rank."""
     parameters = rank_parameters(job.model, stages, layout.tp)
     ranks, zero, c = layout.dp * layout.cp, layout.zero, job.compute_bytes
-    is_narrow = c < _STATE
+    state, is_narrow = job.state_bytes, c < job.state_bytes
     fixed = job.runtime.whole_gradient_bytes
     if zero == 0 or ranks == 1:
-        weights = c + (_STATE if is_narrow else 0)
-        buckets = _STATE if is_narrow or ranks > 1 else 0
-        raw = 0 if is_narrow or (count == 1 and buckets) else c
-        return parameters * (weights + 2 * _STATE + buckets + raw)
-    sharded = parameters / ranks * job.runtime.shard_bytes
+        weights = c + (state if is_narrow else 0)
+        buckets = state if is_narrow or ranks > 1 else 0
+        raw = 0 if is_narrow or (count == 1 and buckets) else state
+        return parameters * (weights + 2 * state + buckets + raw)
+    sharded = parameters / ranks * job.runtime.shard_bytes * state / 4
     group = _largest_group(job, layout, stages)
-    reduced = _STATE * group
+    reduced = state * group
     if zero == 3:
         blocks = 2 * block_matrices(job.model) / layout.tp
         root = max(0.0, group - blocks / 2) if group > blocks / 2 else 0.0
         return sharded + c * (blocks + root) + c * group + reduced
-    raw = c if fixed is None else fixed[zero]
+    raw = job.compute_bytes if fixed is None else fixed[zero]
     gathers_raw = layout.pp > 1 or (zero == 1 and count > 1) or fixed is not None
     whole = parameters * (c + raw) if gathers_raw else parameters * c + raw * group
     return sharded + whole + reduced
@@ -136,6 +135,10 @@ def kept_bytes(job: Job, layout: PlannedLayout) -> float:
         normed = 0
     attention = 2 * tokens * (hidden + kv_size(model)) / tp
     ffn = (2 if drops else 3) * tokens * model.ffn_size / tp
+    if job.precision == "fp8":  # inputs of matmuls wait in fp8, attention's result in both formats
+        normed /= 2
+        attention += tokens * hidden / tp / 2
+        ffn -= (not drops) * tokens * model.ffn_size / tp / 2
     rows = 4 * (tokens * model.num_heads / tp + 2 * cut)
     return c * (2 * cut * hidden + normed + attention + ffn) + rows
 
@@ -151,9 +154,9 @@ def transient_bytes(job: Job, layout: PlannedLayout, stages: RankStages) -> floa
     if not stages.has_head:
         return backward
     vocab = model.vocab_size / tp
-    table_grad = _STATE * vocab * hidden
+    table_grad = job.state_bytes * vocab * hidden
     if job.runtime.splits_logits:
-        logits = min((_STATE + c) * tokens * vocab, 1.5 * _LOGITS_CHUNK)
+        logits = min((job.state_bytes + c) * tokens * vocab, 1.5 * _LOGITS_CHUNK)
     else:
         logits, table_grad = _WHOLE_LOGIT_BYTES * tokens * vocab, 0
     head = logits + table_grad + c * (2 * tokens * hidden + gathered)

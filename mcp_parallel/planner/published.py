@@ -17,7 +17,7 @@ planner, given the degrees. Sources, read in 2026:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcp_parallel.config import ModelConfig
@@ -33,6 +33,7 @@ MEGATRON = Runtime(
     cp_overlaps=True,
     saves_gathered=False,
     keeps_messages=False,
+    recomputes_some=True,
     splits_logits=False,
     whole_gradient_bytes={1: 4},
     shard_bytes=12,
@@ -54,8 +55,9 @@ TITAN = Runtime(
     cp_overlaps=True,
     saves_gathered=True,
     splits_logits=False,
+    attention=(0.5, 0.42),
 )
-"""FSDP2; beside a pipeline weights stay whole until the step is over."""
+"""FSDP2, torch's FlashAttention-2; beside a pipeline weights stay whole until the step is over."""
 TITAN_ASYNC = replace(TITAN, name="torchtitan, async TP", tp_overlap=0.8)
 
 H100_500W = replace(
@@ -85,6 +87,10 @@ class Run:
     tflops: float
     """Of model work, each GPU, as the source counts it."""
     causal: bool
+    held: Mapping[str, Any] = field(default_factory=dict)
+    """What the experiment held fixed by design, so that it was no choice of a layout."""
+    memory_gib: float | None = None
+    """Peak of a GPU, where the source has it."""
 
     @property
     def job(self) -> Job:
@@ -167,6 +173,7 @@ def _weak_scaling() -> list[Run]:
             layout={"tp": tp, "pp": pp, "cp": 1},
             tflops=tflops,
             causal=False,
+            held={"dp": 48},
         )
         for size, layers, hidden, tp, pp, batch, tflops in rows
     ]
@@ -228,46 +235,38 @@ def _bridge() -> list[Run]:
 
 
 def _titan() -> list[Run]:
-    """C: model, GPUs, sequence, samples on a dp rank, precision, tp, pp, cp, stages a rank,
-    checkpointing, async TP, tokens/s of a GPU."""
+    """C, table by table."""
+    one, context, two = {"tp": 1, "pp": 1, "cp": 1}, {"tp": 1, "pp": 1}, {"pp": 1, "cp": 1}
+    three, four = {"cp": 1}, {"tp": 8, "pp": 8}
+    # model, GPUs, thousands of tokens, samples of a dp rank, precision, tp, pp, cp, stages a rank,
+    # checkpointing, async TP, tokens/s, GiB, held
     rows = (
-        ("8b", 8, 8192, 2, "bf16", 1, 1, 1, 1, "selective", False, 6667),
-        ("8b", 8, 8192, 2, "fp8", 1, 1, 1, 1, "selective", False, 8532),
-        ("8b", 8, 32768, 1, "fp8", 1, 1, 1, 1, "full", False, 3890),
-        ("8b", 8, 65536, 1, "fp8", 1, 1, 2, 1, "full", False, 2540),
-        ("8b", 8, 131072, 1, "fp8", 1, 1, 4, 1, "full", False, 1071),
-        ("8b", 8, 262144, 1, "fp8", 1, 1, 8, 1, "full", False, 548),
-        ("8b", 128, 8192, 2, "bf16", 1, 1, 1, 1, "selective", False, 6514),
-        ("8b", 128, 8192, 2, "fp8", 1, 1, 1, 1, "selective", False, 8380),
-        ("70b", 256, 8192, 16, "fp8", 8, 1, 1, 1, "full", False, 829),
-        ("70b", 256, 8192, 16, "fp8", 8, 1, 1, 1, "full", True, 876),
-        ("405b", 512, 8192, 32, "fp8", 8, 8, 1, 1, "full", True, 100),
-        ("405b", 512, 8192, 32, "fp8", 8, 8, 1, 2, "full", True, 128),
-        ("405b", 512, 32768, 8, "fp8", 8, 8, 1, 1, "full", True, 76),
-        ("405b", 512, 65536, 8, "fp8", 8, 8, 2, 1, "full", True, 47),
-        ("405b", 512, 131072, 8, "fp8", 8, 8, 4, 1, "full", True, 31),
-        ("405b", 512, 262144, 8, "fp8", 8, 8, 8, 1, "full", True, 16),
+        ("8b", 8, 8, 2, "bf16", 1, 1, 1, 1, "selective", False, 6667, 77.0, one),
+        ("8b", 8, 8, 2, "fp8", 1, 1, 1, 1, "selective", False, 8532, 76.8, one),
+        ("8b", 8, 32, 1, "fp8", 1, 1, 1, 1, "full", False, 3890, 83.9, context),
+        ("8b", 8, 64, 1, "fp8", 1, 1, 2, 1, "full", False, 2540, 84.2, context),
+        ("8b", 8, 128, 1, "fp8", 1, 1, 4, 1, "full", False, 1071, 84.0, context),
+        ("8b", 8, 256, 1, "fp8", 1, 1, 8, 1, "full", False, 548, 84.5, context),
+        ("8b", 128, 8, 2, "bf16", 1, 1, 1, 1, "selective", False, 6514, 62.0, one),
+        ("8b", 128, 8, 2, "fp8", 1, 1, 1, 1, "selective", False, 8380, 61.8, one),
+        ("70b", 256, 8, 16, "fp8", 8, 1, 1, 1, "full", False, 829, 71.9, two),
+        ("70b", 256, 8, 16, "fp8", 8, 1, 1, 1, "full", True, 876, 67.6, two),
+        ("405b", 512, 8, 32, "fp8", 8, 8, 1, 1, "full", True, 100, 82.5, three),
+        ("405b", 512, 8, 32, "fp8", 8, 8, 1, 2, "full", True, 128, 72.7, three),
+        ("405b", 512, 32, 8, "fp8", 8, 8, 1, 1, "full", True, 76, 75.3, four),
+        ("405b", 512, 64, 8, "fp8", 8, 8, 2, 1, "full", True, 47, 75.9, four),
+        ("405b", 512, 128, 8, "fp8", 8, 8, 4, 1, "full", True, 31, 77.1, four),
+        ("405b", 512, 256, 8, "fp8", 8, 8, 8, 1, "full", True, 16, 84.9, four),
     )
-    return [_titan_run(*row) for row in rows]
+    return [_titan_run(row) for row in rows]
 
 
-def _titan_run(
-    size: str,
-    ranks: int,
-    seq_len: int,
-    samples: int,
-    precision: str,
-    tp: int,
-    pp: int,
-    cp: int,
-    virtual: int,
-    checkpointing: str,
-    is_async: bool,
-    tokens_per_s: float,
-) -> Run:
-    model = llama3(size, seq_len)
+def _titan_run(row: tuple[Any, ...]) -> Run:
+    size, ranks, thousands, samples, precision, tp, pp, cp, virtual = row[:9]
+    checkpointing, is_async, tokens_per_s, memory_gib, held = row[9:]
+    model = llama3(size, 1024 * thousands)
     return Run(
-        name=f"Llama 3 {size} x {ranks}, {seq_len // 1024}k",
+        name=f"Llama 3 {size} x {ranks}, {thousands}k",
         table="C",
         hardware=H100_500W,
         runtime=TITAN_ASYNC if is_async else TITAN,
@@ -286,6 +285,8 @@ def _titan_run(
         },
         tflops=tokens_per_s * flops_per_token(model) / 1e12,
         causal=True,
+        held=held,
+        memory_gib=memory_gib,
     )
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mcp_parallel.config import RankOrder
+
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
@@ -34,6 +36,8 @@ class Runtime:
     """Whether a block keeps its gathered inputs for the backward pass, or gathers them again."""
     keeps_messages: bool = True
     """Whether a pipeline's buffers live until the end of the step."""
+    recomputes_some: bool = False
+    """Whether full checkpointing can be of no more blocks than it takes to fit."""
     splits_logits: bool = True
     """Whether the loss goes through the vocabulary's logits a part at a time."""
     whole_gradient_bytes: Mapping[int, float] | None = None
@@ -43,6 +47,13 @@ class Runtime:
     """Of an element that ZeRO shards: fp32 weight, gradient and two moments."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
+    attention: tuple[float, float] = (0.8, 0.65)
+    """Rate of attention's forward and backward pass over that of a large matmul. On an H100, whose
+    matmuls reach 750 to 800 TFLOP/s in bf16, FlashAttention-3 reports 600 to 650 and 450 to 550
+    with causal masks, head size 128 and 8k to 16k tokens; FlashAttention-2 370 to 400 and 320 to
+    340 (Shah et al. 2024, figures 5 and 6)."""
+    rank_orders: tuple[RankOrder, ...] = ("pp-dp-cp-tp",)
+    """Orders of ranks it has, the axis whose ranks are farthest apart first."""
 
 
-OURS = Runtime(name="mcp_parallel")
+OURS = Runtime(name="mcp_parallel", rank_orders=("dp-pp-cp-tp", "pp-dp-cp-tp"))

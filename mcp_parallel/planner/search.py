@@ -120,7 +120,8 @@ class _Search:
 
     def _one(self, dp: int, tp: int, pp: int, cp: int) -> None:
         """Keep the fastest variant of these degrees, or the one that came nearest and why not."""
-        start = PlannedLayout(dp, tp, pp, cp, "1f1b", 1, 1, 0, "none")
+        orders = self._given("rank_order", self.job.runtime.rank_orders)
+        start = PlannedLayout(dp, tp, pp, cp, "1f1b", 1, 1, 0, "none", orders[0])
         refused = self._refused_degrees(start)
         best: Ranked | None = None
         if refused is None:
@@ -132,9 +133,18 @@ class _Search:
                 elif refused is None or judged.excess < refused.excess:
                     refused = judged
         if best is not None:
-            self.found.ranked.append(best)
+            self.found.ranked.append(self._in_best_order(best))
         elif refused is not None:
             self.found.refused.append(refused)
+
+    def _in_best_order(self, best: Ranked) -> Ranked:
+        """With the order of ranks that takes least; memory does not depend on it."""
+        for order in self._given("rank_order", self.job.runtime.rank_orders)[1:]:
+            layout = best.layout._replace(rank_order=order)
+            cost = self.model.step(layout)
+            if cost.step_s < best.cost.step_s:
+                best = Ranked(layout, cost, best.memory)
+        return best
 
     def _refused_degrees(self, start: PlannedLayout) -> Refused | None:
         """What keeps every variant of these degrees from running."""
@@ -225,17 +235,35 @@ class _Search:
         if isinstance(variant, Refused):
             return variant
         levels = self._given("activation_checkpointing", CHECKPOINTING)
-        memory, chosen = None, variant
+        before: Memory | None = None
+        chosen, memory = variant, None
         for level in levels:
             chosen = variant._replace(activation_checkpointing=level)
             memory = peak_memory(self.job, chosen)
             self.found.judged += 1
             if memory.total <= self.limit:
-                return Ranked(chosen, self.model.step(chosen), memory)
+                return self._fitting(chosen, memory, before)
             if memory.state > self.limit:
                 break
+            before = memory
         assert memory is not None, "fixed checkpointing is one of three"
         return _by_memory(chosen, memory, self.limit, self.job)
+
+    def _fitting(
+        self, chosen: PlannedLayout, memory: Memory, before: Memory | None
+    ) -> Ranked:
+        """A layout that fits, of a trainer that may checkpoint some of the blocks only.
+
+        ``before`` is the memory of the level before, which does not fit.
+        """
+        cost = self.model.step(chosen)
+        is_full = chosen.activation_checkpointing == "full"
+        if before is None or not is_full or not self.job.runtime.recomputes_some:
+            return Ranked(chosen, cost, memory)
+        part = (before.total - self.limit) / (before.total - memory.total)
+        lower = chosen._replace(activation_checkpointing=CHECKPOINTING[-2])
+        mixed = Memory(*((1 - part) * a + part * b for a, b in zip(before, memory, strict=True)))
+        return Ranked(chosen, self.model.step(lower).towards(cost, part), mixed)
 
 
 def _by_rule(variant: PlannedLayout, problem: Problem) -> Refused:

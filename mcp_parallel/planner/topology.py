@@ -1,8 +1,8 @@
 """Which links a group of ranks meets, given the order of ranks. No torch.
 
-Ranks are numbered with tp fastest, then cp, dp, and pp slowest (``layout.Layout.coordinate``), and
-each ``domain_ranks`` neighbours share the fast link. So tp groups are neighbours, and a group along
-a slower axis has members that are further apart.
+Each ``domain_ranks`` neighbours share the fast link, and ranks are numbered with tp fastest, then
+cp, then pp and dp in the order that the layout says (``layout.Layout.coordinate``). So tp groups are
+neighbours, and a group along a slower axis has members that are further apart.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ class Group(NamedTuple):
 
 def group_of(axis: Axis, layout: PlannedLayout, hardware: Hardware) -> Group:
     """A group along an axis; dp_cp holds the ranks with the same parameters."""
-    sizes = {
-        "tp": (layout.tp, 1),
-        "cp": (layout.cp, layout.tp),
-        "dp_cp": (layout.dp * layout.cp, layout.tp),
-        "pp": (layout.pp, layout.tp * layout.cp * layout.dp),
-    }
-    ranks, stride = sizes[axis]
-    return Group(ranks, members_in_domain(ranks, stride, hardware.domain_ranks))
+    domain, inner = hardware.domain_ranks, layout.tp * layout.cp
+    if axis == "tp":
+        return Group(layout.tp, members_in_domain(layout.tp, 1, domain))
+    if axis == "cp":
+        return Group(layout.cp, members_in_domain(layout.cp, layout.tp, domain))
+    is_dp_outermost = layout.rank_order == "dp-pp-cp-tp"
+    if axis == "pp":
+        stride = inner if is_dp_outermost else inner * layout.dp
+        return Group(layout.pp, members_in_domain(layout.pp, stride, domain))
+    ranks = layout.dp * layout.cp
+    if not is_dp_outermost or layout.pp == 1:  # cp and dp make one regular run
+        return Group(ranks, members_in_domain(ranks, layout.tp, domain))
+    beside = members_in_domain(layout.dp, inner * layout.pp, domain)
+    return Group(ranks, beside * members_in_domain(layout.cp, layout.tp, domain))
 
 
 def members_in_domain(ranks: int, stride: int, domain_ranks: int) -> int:

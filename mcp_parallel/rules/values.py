@@ -51,6 +51,7 @@ BOUNDS: dict[str, Bound] = {
     "parallel.zero": Bound(0, 3),
     "parallel.dp_replicate": _DEGREE,
     "parallel.virtual_stages": Bound(1, 10_000),
+    "parallel.ranks": _DEGREE,
     "parallel.link_domain": Bound(0, 1 << 20),
     "train.steps": _STEPS,
     "train.seed": _SEED,
@@ -161,6 +162,14 @@ def relation_problems(config: Config) -> Iterator[Problem]:
             f"be at most train.steps = {shown(train.steps)}",
             shown(train.warmup_steps),
             ({"train.warmup_steps": train.steps // 10}, {"train.warmup_steps": train.steps}),
+        )
+    if config.parallel.ranks is not None and not config.parallel.auto:
+        yield Problem(
+            "ranks without auto",
+            "parallel.ranks",
+            "be null without parallel.auto (the degrees say how many ranks there are)",
+            shown(config.parallel.ranks),
+            ({"parallel.ranks": None}, {"parallel.auto": True}),
         )
     if train.freeze_step is not None and train.optimizer != "onebit_adam":
         yield Problem(
