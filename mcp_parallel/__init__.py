@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
+from mcp_parallel.planner.plan import Plan, plan
 
 if TYPE_CHECKING:
     from mcp_parallel.trainer import Trainer
 
-__all__ = ["Config", "Layout", "Trainer", "check"]
+__all__ = ["Config", "Layout", "Plan", "Trainer", "check", "plan"]
 
 
 def __getattr__(name: str) -> Any:

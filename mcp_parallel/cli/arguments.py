@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,8 @@ class RunOptions:
     """Print for programs."""
     profile_steps: int = 0
     """Steps to trace on every rank."""
+    note: str = ""
+    """What was decided on the way, for people."""
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -166,23 +168,77 @@ def _split(override: str) -> tuple[str, str | None]:
     return key.strip(), value.strip() if equals else None
 
 
+def add_setting(parser: argparse.ArgumentParser, *names: str, key: str, help: str) -> None:  # noqa: A002
+    """Add one more flag that sets a config key."""
+    _add(parser, *names, action=_Set, key=key, metavar="X", help=f"{help} ({key})")
+
+
+class Arguments(NamedTuple):
+    """A command line's config before its rules are checked."""
+
+    config: Config
+    options: RunOptions
+    given: frozenset[str]
+    """Keys that flags set."""
+    file_gives_dp: bool
+    """Whether ``--config`` fixes dp."""
+
+
 def resolve_arguments(
-    args: argparse.Namespace, world_size: int | None = None, cuts: Sequence[int] = ()
+    args: argparse.Namespace,
+    world_size: int | None = None,
+    cuts: Sequence[int] = (),
+    *,
+    is_planned_later: bool = False,
 ) -> tuple[Config, RunOptions]:
     """The checked config of a command line.
 
     Later wins: defaults, then ``--config`` (or, when resuming without it, the ``config.yaml`` of
-    the run that is resumed), then flags.
+    the run that is resumed), then flags. With ``parallel.auto`` the planner then has the last word.
 
     Args:
         args: parsed by a parser that went through ``add_run_arguments``.
         world_size: ranks there are, when torchrun decides it. A dp that neither the flags nor
             ``--config`` give is then what tp, pp and cp leave of it.
         cuts: the first rank of each host but the first, those that are known.
+        is_planned_later: a config with ``parallel.auto`` is returned as it is, unchecked: one rank
+            is going to plan for all of them.
 
     Raises:
         ConfigError: with every problem of the file and the flags, or else every rule that the
-            config they make breaks.
+            config they make breaks, or why no layout fits.
+    """
+    config, options, given, file_gives_dp = read_arguments(args)
+    if config.parallel.auto:
+        return (config, options) if is_planned_later else planned(config, options, world_size, cuts)
+    if world_size is not None and not file_gives_dp and "parallel.dp" not in given:
+        config = _with_derived_dp(config, world_size)
+    check(config, world_size, cuts)
+    return config, options
+
+
+def planned(
+    config: Config,
+    options: RunOptions,
+    world_size: int | None = None,
+    cuts: Sequence[int] = (),
+) -> tuple[Config, RunOptions]:
+    """The planner's choice for a config with ``parallel.auto``, checked, and a line about it."""
+    from mcp_parallel.launch.variables import local_ranks, wanted_device
+    from mcp_parallel.planner.auto import choose
+    from mcp_parallel.planner.machine import machine_here
+
+    here = local_ranks() if world_size is not None else config.parallel.ranks
+    choice = choose(config, machine_here(here, wanted_device()), world_size)
+    check(choice.config, world_size, cuts)
+    return choice.config, replace(options, note=choice.line)
+
+
+def read_arguments(args: argparse.Namespace) -> Arguments:
+    """The config of a command line, its rules unchecked.
+
+    Raises:
+        ConfigError: with every problem of the file and the flags.
     """
     run_dir = None if args.run_dir is None else Path(args.run_dir)
     profile = str(args.profile)
@@ -210,14 +266,8 @@ def resolve_arguments(
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    if world_size is not None and not file_gives_dp and "parallel.dp" not in _keys(settings):
-        config = _with_derived_dp(config, world_size)
-    check(config, world_size, cuts)
-    return config, options
-
-
-def _keys(settings: Sequence[_Setting]) -> set[str]:
-    return {setting.key for setting in settings}
+    keys = frozenset(setting.key for setting in settings)
+    return Arguments(config, options, keys, file_gives_dp)
 
 
 def _contradictions(settings: Sequence[_Setting]) -> list[str]:
@@ -244,7 +294,7 @@ def _base(args: argparse.Namespace, options: RunOptions) -> tuple[Config, bool]:
     if args.config is not None:
         values = read_config_file(args.config)
         config = Config.from_mapping(values)
-        return config, "dp" in (values.get("parallel") or {})
+        return config, isinstance(values.get("parallel"), dict) and "dp" in values["parallel"]
     resumed = _config_of_resumed_run(args.settings, options.run_dir)
     # Its dp was that run's layout, and a resumed run may take another.
     return (Config.from_file(resumed) if resumed else Config()), False

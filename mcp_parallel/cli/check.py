@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         per_host = _number("--ranks-per-host", args.ranks_per_host)
         cuts = cuts_between(per_host, MAX_RANKS) if per_host else ()
-        config, _ = resolve_arguments(args, _number("--world-size", args.world_size), cuts)
+        config, options = resolve_arguments(args, _number("--world-size", args.world_size), cuts)
     except ConfigError as error:
         if args.json:
             refusal = {"ok": False, "problems": error.problems, "layouts": error.layouts}
@@ -66,9 +66,11 @@ def run(args: argparse.Namespace) -> int:
     if per_host:
         summary |= _on_hosts(config, per_host)
     if args.json:
-        text = json.dumps({"ok": True, "config": config.to_mapping(), **summary})
+        note = {"note": options.note} if options.note else {}
+        text = json.dumps({"ok": True, "config": config.to_mapping(), **note, **summary})
     else:
-        text = f"{_table(config, summary)}\n\n{config.to_yaml()}".rstrip()
+        note = f"{options.note}\n" if options.note else ""
+        text = f"{note}{_table(config, summary)}\n\n{config.to_yaml()}".rstrip()
     sys.stdout.write(f"{text}\n")
     return OK
 

@@ -1,4 +1,9 @@
-"""``mcp-parallel plan --draw``: the timeline of a run's pipeline, as text and as PNG. No torch."""
+"""``mcp-parallel plan``: layouts ranked by predicted step time, or a pipeline drawn. No torch.
+
+With ``--gpus`` the planner ranks every layout of the model; flags that name a degree, the
+micro-batch, ZeRO or checkpointing fix it. With ``--draw`` the timeline of one run's pipeline is
+drawn.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
+from mcp_parallel.cli.arguments import (
+    add_run_arguments,
+    add_setting,
+    read_arguments,
+    resolve_arguments,
+)
 from mcp_parallel.config import Config
-from mcp_parallel.errors import OK, ConfigError, shown
+from mcp_parallel.errors import OK, ConfigError, joined, shown
 from mcp_parallel.layout import Layout
+from mcp_parallel.planner.hardware import HARDWARE
+from mcp_parallel.planner.plan import plan
+from mcp_parallel.planner.show import as_text as as_table
+from mcp_parallel.rules.values import range_problems, value_of
 from mcp_parallel.schedules.build import build_plan
 from mcp_parallel.schedules.draw import as_png, as_text
 from mcp_parallel.schedules.simulate import Costs, Timeline, simulate
@@ -25,10 +39,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add the ``plan`` command."""
     parser = subparsers.add_parser(
         "plan",
-        help="draw what each pipeline rank does when",
-        description="Simulate the pipeline schedule of a run and draw its timeline.",
+        help="rank layouts for a model and GPUs, or draw a pipeline",
+        description="With --gpus: rank all layouts of a model by predicted step time, and say why "
+        "others cannot run. With --draw: simulate the pipeline of a run and draw its timeline.",
     )
     add_run_arguments(parser)
+    add_setting(parser, "--model", key="model.preset", help="same as --preset")
+    add_setting(parser, "--batch", key="train.global_batch_size", help="same as --batch-size")
+    add_setting(parser, "--seq", key="model.seq_len", help="tokens of a sample")
+    parser.add_argument("--gpus", metavar="N", help="GPUs to plan for")
+    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{joined(HARDWARE)} (h100)")
+    parser.add_argument("--gpus-per-node", metavar="N", help="GPUs that the fast link joins")
+    parser.add_argument(
+        "--inter-node-gbit", metavar="GBIT", help="a GPU's share of the network, one way, in Gb/s"
+    )
+    parser.add_argument(
+        "--precision", metavar="FORMAT", help="bf16, fp16, fp32, or fp8 for matmuls (bf16)"
+    )
+    parser.add_argument("--top", default="10", metavar="N", help="layouts to print (10)")
     parser.add_argument(
         "--draw",
         nargs="?",
@@ -47,9 +75,72 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print ranked layouts, or a timeline; ``ConfigError`` where neither can be made."""
+    if (args.draw is None) == (args.gpus is None):
+        got = "neither" if args.draw is None else "both"
+        problem = (
+            f"plan: one of --gpus and --draw must be given, got {got}; use mcp-parallel plan "
+            "--preset 70b --gpus 64 --gpu h100, or mcp-parallel plan --draw --pp 4"
+        )
+        raise ConfigError([problem])
+    return _draw(args) if args.gpus is None else _rank_layouts(args)
+
+
+_FIXING = {
+    "parallel.dp": "dp",
+    "parallel.tp": "tp",
+    "parallel.pp": "pp",
+    "parallel.cp": "cp",
+    "parallel.zero": "zero",
+    "parallel.schedule": "schedule",
+    "parallel.virtual_stages": "virtual_stages",
+    "parallel.rank_order": "rank_order",
+    "train.micro_batch_size": "micro_batch_size",
+    "memory.activation_checkpointing": "activation_checkpointing",
+}
+"""Keys that flags give -> what they fix of every layout."""
+
+
+def _rank_layouts(args: argparse.Namespace) -> int:
+    config, options, given, _ = read_arguments(args)
+    problems = list(range_problems(config))
+    if problems:
+        raise ConfigError([str(problem) for problem in problems])
+    fixed = {name: value_of(config, key) for key, name in _FIXING.items() if key in given}
+    precision = args.precision or (config.train.precision if "train.precision" in given else "bf16")
+    top = _number("--top", args.top)
+    found = plan(
+        config.model,
+        gpus=_number("--gpus", args.gpus),
+        gpu=args.gpu,
+        gpus_per_node=args.gpus_per_node and _number("--gpus-per-node", args.gpus_per_node),
+        inter_node_gbit=args.inter_node_gbit and _gbit(args.inter_node_gbit),
+        batch=config.train.global_batch_size if "train.global_batch_size" in given else None,
+        precision=precision,
+        fixed=fixed,
+    )
+    text = json.dumps(found.to_mapping(top)) if options.as_json else as_table(found, top)
+    sys.stdout.write(f"{text}\n")
+    return OK
+
+
+def _number(flag: str, text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 0):
+        problem = f"plan: {flag} must be a whole number above 0, got {shown(text)}; write 8"
+        raise ConfigError([problem])
+    return int(text)
+
+
+def _gbit(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        problem = f"plan: --inter-node-gbit must be a number, got {shown(text)}; write 400"
+        raise ConfigError([problem]) from None
+
+
+def _draw(args: argparse.Namespace) -> int:
     """Print the timeline, write the picture; ``ConfigError`` for a run without a pipeline."""
-    if args.draw is None:
-        raise ConfigError(["plan: --draw must be given; use mcp-parallel plan --draw --pp 4"])
     config, options = resolve_arguments(args)
     timeline = timeline_of(config, _costs(args.costs))
     try:

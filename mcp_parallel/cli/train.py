@@ -13,7 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcp_parallel.cli.arguments import RunOptions, add_run_arguments, resolve_arguments
+from mcp_parallel.cli.arguments import (
+    RunOptions,
+    add_run_arguments,
+    planned,
+    resolve_arguments,
+)
 from mcp_parallel.config import Config
 from mcp_parallel.data.sources import anchored
 from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
@@ -71,7 +76,8 @@ def _run_here(args: argparse.Namespace) -> int:
 
 def _run_under_torchrun(args: argparse.Namespace) -> int:
     try:
-        config, options = resolve_arguments(args, int(os.environ["WORLD_SIZE"]), own_cuts())
+        world_size = int(os.environ["WORLD_SIZE"])
+        config, options = resolve_arguments(args, world_size, own_cuts(), is_planned_later=True)
     except ConfigError:
         if os.environ.get("LOCAL_RANK", os.environ["RANK"]) == "0":  # once on each host
             raise
@@ -88,13 +94,15 @@ def _run_under_torchrun(args: argparse.Namespace) -> int:
 def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int:
     """Rank 0 chooses folder and checkpoint and tells the others, or tells them that it refused."""
     if context.rank != 0:
-        return _follow(config, options, context, json.loads(context.store.get("start")))
+        return _follow(options, context, json.loads(context.store.get("start")))
     job_store = context.job_store
     if job_store is not None and job_store.check(["run_dir"]):
         # torchrun restarted a job that had opened this folder: go on there, whatever was asked for.
         options = replace(options, run_dir=Path(job_store.get("run_dir").decode()))
         config = config.with_overrides(["checkpoint.resume=auto"])
     try:
+        if config.parallel.auto:
+            config, options = planned(config, options, context.world_size, own_cuts())
         with _opened_run(config, options) as (folder, start):
             if job_store is not None:
                 job_store.set("run_dir", str(folder.path))
@@ -102,22 +110,22 @@ def _be_a_rank(config: Config, options: RunOptions, context: RankContext) -> int
                 "run_dir": str(folder.path),
                 "resume_from": start.resume_from and str(start.resume_from),
                 "status": OK if _is_finished(config, start) else None,
+                "config": config.to_mapping(),
             }
             context.store.set("start", json.dumps(decision))
-            status = _follow(config, options, context, decision)
+            status = _follow(options, context, decision)
             return _report(folder, start, status, options)
     except ConfigError:
         context.store.set("start", json.dumps({"status": BAD_CONFIG}))
         raise
 
 
-def _follow(
-    config: Config, options: RunOptions, context: RankContext, decision: dict[str, Any]
-) -> int:
+def _follow(options: RunOptions, context: RankContext, decision: dict[str, Any]) -> int:
     """Do what rank 0 decided; a status there means that no training is to be done."""
     if decision["status"] is not None:
         return decision["status"]
     resume_from = decision["resume_from"] and Path(decision["resume_from"])
+    config = Config.from_mapping(decision["config"])  # rank 0 may have planned it
     body = _rank_body(config, _open_data(config), Path(decision["run_dir"]), resume_from, options)
     return body(context)
 
@@ -133,6 +141,8 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
         for note in host_notes(config, own_cuts()):
             sys.stderr.write(f"slow on these hosts: {note}\n")
         if not options.as_json:
+            if options.note:
+                sys.stdout.write(f"{options.note}\n")
             sys.stdout.write(_headline(config, folder, start))
             sys.stdout.flush()
         yield folder, start

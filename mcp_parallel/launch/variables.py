@@ -80,6 +80,17 @@ def own_cuts(environ: Mapping[str, str] = os.environ) -> list[int]:
     return cuts_around(rank - local_rank, count, int(environ["WORLD_SIZE"]))
 
 
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Ranks that the launcher started on this host; None where none did."""
+    text = environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def wanted_device(environ: Mapping[str, str] = os.environ) -> str:
+    """``MCP_DEVICE``: auto, cpu or cuda."""
+    return environ.get("MCP_DEVICE", "auto").lower()
+
+
 def rank_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
     """Names of the variables set that tell a process its place in some launcher's job."""
     return [

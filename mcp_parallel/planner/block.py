@@ -1,7 +1,7 @@
 """Time of one Transformer block's passes on one rank. No torch.
 
-Letters: t = tokens of a micro-batch on this rank (micro-batch * sequence / cp), h = hidden size, q =
-h / tp and kv = features of queries and of keys on this rank, f = ffn_size / tp, c = bytes of an
+Letters: t = tokens of a micro-batch on this rank (micro-batch * sequence / cp), h = hidden size, q
+= h / tp and kv = features of queries and of keys on this rank, f = ffn_size / tp, c = bytes of an
 activation. Between the matmuls' regions a rank holds t / tp tokens (sequence parallelism).
 
     matmuls     [t, h] x [h, q + 2 kv], [t, q] x [q, h], [t, h] x [h, 2 f], [t, f] x [f, h];
@@ -12,7 +12,7 @@ activation. Between the matmuls' regions a rank holds t / tp tokens (sequence pa
     fp8         7 bytes an element of each matmul's input: its largest value, cast and transpose
     tp          an all-gather and a reduce-scatter of t h, twice in each pass
     cp          keys and values of the other ranks, in the backward pass their gradients too; a
-                ring reads and writes results in fp32 to merge each further block, 12 bytes an element
+                ring reads and writes fp32 results to merge each further block: 12 bytes an element
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mcp_parallel.planner.links import all_gather_seconds
 from mcp_parallel.planner.topology import Group
 
 FP8_CAST_BYTES = 7
-"""Read 2 for the largest value, read 2 and write 1 for the cast, read 1 and write 1 to transpose."""
+"""Read 2 for the largest value, 2 and write 1 for the cast, read 1 and write 1 to transpose."""
 MERGE_BYTES = 12
 """Read two fp32 results and write one."""
 CHEAP_PART = 0.6

@@ -2,8 +2,8 @@
 
     step = m * pace + bubble + messages + data parallelism + optimizer
 
-pace is the slowest pipeline rank's forward and backward of one micro-batch: its blocks, and the head
-where it is. Terms of one shape are computed once for all layouts that share it.
+pace is the slowest pipeline rank's forward and backward of one micro-batch: its blocks, and the
+head where it is. Terms of one shape are computed once for all layouts that share it.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class Hardware:
     is not counted on its own. The one constant that is fitted (``validate.py``)."""
     half_efficiency_side: float = 128.0
     """A matmul with one side of this length reaches half of what one with a long side does: about a
-    tile (``roofline.py``). It grows with the peak, since filling a tile's pipeline takes its time."""
-    source: str = ""
+    tile (``roofline.py``). It grows with the peak, since filling a tile's pipeline takes its
+    time.""" source: str = ""
     """Where the figures are from."""
 
     def peak(self, precision: str) -> float:

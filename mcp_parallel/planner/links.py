@@ -1,8 +1,8 @@
 """Time of a collective or a message, from bytes and a group's links. No torch.
 
 An all-gather of B bytes brings each of n ranks B (n - 1) / n bytes, a reduce-scatter takes as much
-from each, and an all-reduce is one after the other. Within a domain the fast link carries it. Over d
-domains a ring crosses each border with as many network ports as the group has members there, so
+from each, and an all-reduce is one after the other. Within a domain the fast link carries it. Over
+d domains a ring crosses each border with as many network ports as the group has members there, so
 B (d - 1) / d bytes go in over ``local`` ports, while the fast link carries what it did before:
 
     all_gather(B) = max(B (n - 1) / n / link, B (d - 1) / d / (local * network)) + latency * steps

@@ -62,8 +62,8 @@ def gpu_hardware(name: str, memory_bytes: int) -> Hardware:
         ConfigError: there are no figures of such a GPU.
     """
     words = name.upper()
-    is_known_variant = "GB200" in words or "GB300" in words or not any(
-        word in words for word in _NO_NVLINK
+    is_known_variant = (
+        "GB200" in words or "GB300" in words or not any(word in words for word in _NO_NVLINK)
     )
     # Longer names first: GB200 before B200.
     for key in sorted(HARDWARE, key=len, reverse=True):

@@ -2,8 +2,8 @@
 
 For ``OURS`` the formulas follow ``mcp_parallel/memory``, which replays a step allocation by
 allocation, and a test holds them together; here a layout takes microseconds. Letters as in
-``block.py``; P = parameters of a rank, n = ranks that share them out, c = bytes of an activation and
-of a 16-bit weight, g = largest group of weights that is whole at once under zero 3.
+``block.py``; P = parameters of a rank, n = ranks that share them out, c = bytes of an activation
+and of a 16-bit weight, g = largest group of weights that is whole at once under zero 3.
 
     state, zero 0   P (c + 4 + 4 + 8): weights, fp32 weights, gradients, moments (fp32: 4 + 4 + 8)
            zero 1   P (c + gradient) + P / n * 16
@@ -73,11 +73,13 @@ def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) 
     hidden_bytes = job.compute_bytes * _cut(job, layout) * job.model.hidden_size
     messages = 0.0
     kept = live * stages.layers * kept_bytes(job, layout)
-    if layout.pp > 1:
-        alive = count if job.runtime.keeps_messages else live
-        messages = 2.0 * stages.neighbours * alive * hidden_bytes
+    if layout.pp > 1 and job.runtime.keeps_messages:
+        # Both ends of every message, a stage's input among them.
+        messages = 2.0 * stages.neighbours * count * hidden_bytes
         inputs = layout.stages_per_rank - stages.has_embedding
         kept = max(0.0, kept - live / layout.stages_per_rank * inputs * hidden_bytes)
+    elif layout.pp > 1:
+        messages = 2.0 * stages.neighbours * hidden_bytes
     kept += 8 * 2 * count * layout.micro_batch_size * job.model.seq_len
     transients = transient_bytes(job, layout, stages)
     reserve = job.hardware.reserve_bytes + FRAGMENTS * (kept + transients + messages)

@@ -10,8 +10,8 @@ bubble:
 
 Where the slowest rank takes more than the others it sets the pace: m times its T. A micro-batch
 alone in 1f1b waits for its messages twice a round trip, 2 c, since the rank behind has nothing else
-to do; with several stages there is other work meanwhile, and only the way through the empty pipeline
-counts.
+to do; with several stages there is other work meanwhile, and only the way through the empty
+pipeline counts.
 """
 
 from __future__ import annotations

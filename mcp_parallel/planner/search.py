@@ -249,9 +249,7 @@ class _Search:
         assert memory is not None, "fixed checkpointing is one of three"
         return _by_memory(chosen, memory, self.limit, self.job)
 
-    def _fitting(
-        self, chosen: PlannedLayout, memory: Memory, before: Memory | None
-    ) -> Ranked:
+    def _fitting(self, chosen: PlannedLayout, memory: Memory, before: Memory | None) -> Ranked:
         """A layout that fits, of a trainer that may checkpoint some of the blocks only.
 
         ``before`` is the memory of the level before, which does not fit.

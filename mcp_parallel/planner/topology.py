@@ -1,8 +1,8 @@
 """Which links a group of ranks meets, given the order of ranks. No torch.
 
 Each ``domain_ranks`` neighbours share the fast link, and ranks are numbered with tp fastest, then
-cp, then pp and dp in the order that the layout says (``layout.Layout.coordinate``). So tp groups are
-neighbours, and a group along a slower axis has members that are further apart.
+cp, then pp and dp in the order that the layout says (``layout.Layout.coordinate``). So tp groups
+are neighbours, and a group along a slower axis has members that are further apart.
 """
 
 from __future__ import annotations

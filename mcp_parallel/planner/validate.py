@@ -1,8 +1,8 @@
 """The planner against published runs: predicted speed, and whether it would have chosen them.
 
 One constant is fitted for each type of GPU, its ``matmul_efficiency``, on every other row of that
-type in the order of the tables; predictions are judged on the rows between. A layout counts as found
-when its degrees (dp, tp, pp, cp) are among the three that the planner ranks first. No torch.
+type in the order of the tables; predictions are judged on the rows between. A layout counts as
+found when its degrees (dp, tp, pp, cp) are among the three that the planner ranks first. No torch.
 """
 
 from __future__ import annotations
