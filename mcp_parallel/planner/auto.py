@@ -101,6 +101,9 @@ def with_layout(config: Config, layout: PlannedLayout) -> Config:
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         rank_order=layout.rank_order,
+        # Lists of numbers are of the layout that they were written for.
+        stage_split=split if (split := config.parallel.stage_split).isalpha() else "count",
+        dp_shares=shares if (shares := config.parallel.dp_shares or "").isalpha() else None,
     )
     train = replace(config.train, micro_batch_size=layout.micro_batch_size)
     memory = replace(config.memory, activation_checkpointing=layout.activation_checkpointing)

@@ -3,15 +3,17 @@
 What a source does not say (micro-batch, stages a rank, checkpointing in A and B) is left to the
 planner, given the degrees. Sources, read in 2026:
 
-    A  Megatron-LM README, "Training Speed and Scalability" (images/model_table.png), H100, bf16. GPT
-       models of 131,072 tokens' vocabulary and 4,096 positions; a 4 h GELU layer is given the SwiGLU
-       width of the same cost, 8/3 h. Counts all of the attention matrix as work.
+    A  Megatron-LM README, "Training Speed and Scalability" (images/model_table.png): H100, bf16,
+       GPT models with a vocabulary of 131,072 and 4,096 positions. A GELU layer of 4 h is given the
+       SwiGLU width of the same cost, 8/3 h. All of the attention matrix counts as work. It is a
+       weak scaling: dp is 48 in all rows.
     B  Megatron-Bridge docs/performance-summary-archive.md, containers 25.09, 25.11 and 26.02: dense
        Llama 3 rows in FP8 (current scaling). NVFP4 and MXFP8 rows are left out: formats that
-       ``hardware.py`` has no peaks for. Counts what is causal.
-    C  torchtitan benchmarks/llama3_h100_202412_torchtitan.md with torch.compile; hosts of eight H100
-       with 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, which is a type of its own here. Local
-       batches of a pipeline are cut in pp micro-batches (its default).
+       ``hardware.py`` has no peaks for. What is causal counts as work.
+    C  torchtitan benchmarks/llama3_h100_202412_torchtitan.md, with torch.compile: hosts of eight
+       H100 with 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, a type of its own here. Batches of
+       a pipeline are cut in pp micro-batches, its default. Each table shows one more kind of
+       parallelism, so degrees that are not the table's subject were held.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ TITAN = Runtime(
     splits_logits=False,
     attention=(0.5, 0.42),
 )
-"""FSDP2, torch's FlashAttention-2; beside a pipeline weights stay whole until the step is over."""
+"""FSDP2 and torch's FlashAttention-2; in a pipeline weights stay whole until the step is over."""
 TITAN_ASYNC = replace(TITAN, name="torchtitan, async TP", tp_overlap=0.8)
 
 H100_500W = replace(
