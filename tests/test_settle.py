@@ -57,14 +57,14 @@ def test_a_slow_pipeline_rank_has_fewer_blocks():
     )
 
 
-def test_a_slow_rank_slows_its_replica_and_no_other():
-    # Ranks by number: dp varies slower than pp here or there, so both places of each are told.
-    config = configure(BOTH)
-    layout = Layout.from_config(config.parallel)
-    of_rank = [3.0 if layout.coordinate(rank).dp == 1 else 1.0 for rank in range(4)]
-    found = choose(config, times(*of_rank))
-    assert found.stage_split == (3, 3)
-    assert found.dp_shares == (12, 4)
+def test_a_slow_rank_slows_its_replica_and_its_stage_and_no_other():
+    layout = replace(BOTH, stage_split="count")
+    places = [layout.coordinate(rank) for rank in range(4)]
+    of_rank = times(*(3.0 if (place.dp, place.pp) == (1, 1) else 1.0 for place in places))
+    assert choose(configure(layout), of_rank).dp_shares == (12, 4)
+    # Fewer blocks for its stage, in both replicas, leave nothing to share out.
+    found = choose(configure(BOTH), of_rank)
+    assert (found.stage_split, found.dp_shares) == ((5, 1), (8, 8))
 
 
 def test_shares_stay_equal_where_little_would_be_gained():
