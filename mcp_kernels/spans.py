@@ -30,16 +30,21 @@ class Recorder:
 
     def __init__(self, waited_s: Callable[[], float] = lambda: 0.0) -> None:
         self._waited_s = waited_s
-        self._seconds = self._start = 0.0
+        self._seconds = self._taken = self._start = 0.0
         self._depth = 0
         self._counted_s = waited_s()
 
-    def take_communication_s(self) -> float:
-        """Seconds of communication since the last call; a span inside another counts once."""
+    def communication_s(self) -> float:
+        """Seconds of communication so far; a span inside another counts once, open ones not yet."""
         if self._depth == 0:
             self._count_waits()
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
+        return self._seconds
+
+    def take_communication_s(self) -> float:
+        """Those since the last call."""
+        seconds = self.communication_s()
+        taken, self._taken = self._taken, seconds
+        return seconds - taken
 
     def __enter__(self) -> None:
         if self._depth == 0:
@@ -92,6 +97,11 @@ def metering(waited_s: Callable[[], float] = lambda: 0.0) -> Iterator[Recorder]:
         yield meter
     finally:
         _meter = None
+
+
+def metered_s() -> float:
+    """Seconds of communication that ``metering`` has seen so far; 0 outside of it."""
+    return 0.0 if _meter is None else _meter.communication_s()
 
 
 def span(name: str) -> AbstractContextManager[object]:

@@ -249,6 +249,9 @@ class MonitorConfig:
     health_every: int = 20
     """Steps between two looks at gradients, updates and activations of each layer and at each
     rank's memory; 0 never looks."""
+    step_memory: bool = False
+    """Track what one step allocates, in the first step that is looked into, which a profiler then
+    makes about a second longer; on CPUs."""
     straggler_factor: float = 1.5
     """A rank whose own work takes more than this times its peers' median is named."""
     straggler_steps: int = 20

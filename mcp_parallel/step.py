@@ -183,7 +183,8 @@ class TrainingStep:
         """
         # Each tp rank of a last stage computed the same loss; one of them counts.
         loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
-        own_s = self.work.own_s_by_rank()
+        occupation = self.executor.occupation
+        own_s = self.work.own_s_by_rank(0.0 if occupation is None else occupation.unseen_s)
         flags = [stop, not self.optimizer.ready_to_switch(), *own_s, *self._occupation()]
         sums = torch.stack(
             [

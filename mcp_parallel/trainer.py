@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mcp_kernels.spans import span
 from mcp_parallel.check import check
@@ -18,8 +20,11 @@ from mcp_parallel.evaluate import Evaluator
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.monitor import Monitor
+from mcp_parallel.monitor.nonfinite import explain
+from mcp_parallel.monitor.peak import peak_tflops
 from mcp_parallel.monitor.profile import Profile, traced_steps
 from mcp_parallel.monitor.run_folder import RunFolder
+from mcp_parallel.monitor.texts import gather_texts
 from mcp_parallel.optim.schedule import learning_rate
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.settle import settle
@@ -72,6 +77,8 @@ class Trainer:
             start_step=self.step,
             is_main=self.context.rank == 0,
             resumed_from=resume_from,
+            hosts=gather_texts(platform.node(), mesh),
+            peak_tflops=peak_tflops(config, mesh.device) if self.context.rank == 0 else None,
         )
         traced = traced_steps(self.step, config.train.steps, profile_steps)
         self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
@@ -113,12 +120,12 @@ class Trainer:
         lr = learning_rate(self.step, self.config.train)
         with self.profile.step(self.step):
             with span("data"):
-                batch = self.batches.take(self.step, self.train_step.rows())
+                inputs, targets, documents = self._batch()
             result = self.train_step(
-                torch.from_numpy(batch.inputs).to(self.context.device),
-                torch.from_numpy(batch.targets).to(self.context.device),
+                inputs,
+                targets,
                 lr,
-                documents=None if batch.documents is None else torch.from_numpy(batch.documents),
+                documents=documents,
                 step=self.step,
                 stop=self.context.stop_requested(),
             )
@@ -137,7 +144,21 @@ class Trainer:
             validation=validation,
             data_wait_s=self.batches.waited_s,
         )
+        if not (result.is_finite or result.skipped):
+            with span("search for what is not finite"):
+                finding = explain(self.train_step, inputs, targets, documents, done=self.step)
+            self.monitor.tell([finding])
         return result
+
+    def _batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's part of the step's batch: inputs, targets, documents."""
+        device = self.context.device
+        batch = self.batches.take(self.step, self.train_step.rows())
+        return (
+            torch.from_numpy(batch.inputs).to(device),
+            torch.from_numpy(batch.targets).to(device),
+            None if batch.documents is None else torch.from_numpy(batch.documents),
+        )
 
     def _is_due(self, every: int) -> bool:
         """Whether the step in flight is the last one, or one of each ``every``."""

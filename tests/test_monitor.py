@@ -142,10 +142,17 @@ def test_resumed_runs_have_each_step_once_and_count_on(tmp_path):
     recorded = rows(tmp_path)
     assert [row["step"] for row in recorded] == list(range(1, 9))
     assert [row["tokens"] for row in recorded] == [64 * step for step in range(1, 9)]
+    flops = recorded[6].pop("model_tflops_per_rank")
+    # The tiny preset's products: 4 blocks and a head, 6 a weight and token, causal attention.
+    weights = 4 * (2 * 128**2 + 2 * 128 * 64 + 3 * 128 * 352) + 128 * 256
+    a_token = 6 * weights + 4 * 3 * 4 * 64 * 128
+    assert flops == pytest.approx(16 * 128 * a_token / 0.5 / 1e12)
     assert recorded[6] == {
         "step": 7,
         "loss": 10 / 7,
         "grad_norm": 1.0,
+        "grad_norm_clipped": 1.0,
+        "clipped_share": 0.0,
         "lr": 0.1,
         "tokens": 64 * 7,
         "tokens_per_s": 128.0,

@@ -9,7 +9,7 @@ and not there otherwise; a number that is not finite is null. Kinds of values:
             ``blocks.0`` ..., ``norm``, ``head``; a tied head counts as ``embed``
 
 TensorBoard has the same: ``train/<field>`` for a number, ``<field>/<layer>`` and
-``<field>/rank_<n>`` for the others. No torch.
+``<field>/rank_<n>`` for the others, and verdicts as texts. No torch.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ FIELDS: dict[str, Field] = {
         "ranks",
         "bytes",
         "sampled",
-        "most that one step allocated beyond what stays; on CPUs, in the first sample alone",
+        "most that one step allocated beyond what stays; in the first sample alone, on CPUs with "
+        "monitor.step_memory",
     ),
 }
 

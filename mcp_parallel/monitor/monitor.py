@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import platform
 import shlex
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.layout import Layout
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.progress import Progress, eta_text
 from mcp_parallel.monitor.run_folder import RunFolder
+from mcp_parallel.monitor.throughput import flops_per_step
+from mcp_parallel.monitor.verdicts import Finding, Verdicts
+from mcp_parallel.monitor.watch import Watch, kinds_looked_for
 
 if TYPE_CHECKING:
     from mcp_parallel.config import Config
@@ -23,20 +29,20 @@ if TYPE_CHECKING:
 class Monitor:
     """Records the steps of a run; does nothing on ranks that are not ``is_main``.
 
-    A record holds ``step`` (steps done, this one included), ``loss``, ``grad_norm`` (before
-    clipping), ``lr``, ``tokens`` (trained on so far, earlier sessions in this folder included),
-    and, over the steps since the record before: ``tokens_per_s``, ``step_time_s`` (mean) and
-    ``data_wait_share`` (part of that in which rank 0 waited for its batch). With 1-bit Adam also
-    ``wire_bytes`` (sent by rank 0 over dp in the step) and ``compression_ratio`` (what float32
-    takes, over that). With a pipeline also ``bubble`` (idle fraction of the step's
+    A record holds ``step`` (steps done, this one included), ``tokens`` (trained on so far, earlier
+    sessions in this folder included), and what ``fields.FIELDS`` says; ``tokens_per_s``,
+    ``step_time_s``, ``data_wait_share`` (part of it in which rank 0 waited for its batch),
+    ``model_tflops_per_rank`` and ``mfu`` are over the steps since the record before, all else is of
+    the step alone. What is out of its healthy range goes to ``verdicts.jsonl`` and, in one line, to
+    the screen. With 1-bit Adam also ``wire_bytes`` (sent by rank 0 over dp in the step) and
+    ``compression_ratio`` (what float32 takes, over that). With a pipeline also ``bubble`` (idle
+    fraction of the step's
     forward and backward, mean over pipeline ranks) and ``bubble_by_rank`` (of each; see
     ``mcp_parallel.parallel.clock.bubbles``), both of that step alone. With loss scaling also
     ``loss_scale`` and ``skipped`` (the gradients overflowed, nothing was updated) of the step; a
-    skipped step is always written. Of a step that was traced also ``communication_share``: the part
-    of it that rank 0 spent inside collectives and waits for messages, those inside of fused ops
-    left out. Where the data's validation part was measured after a step, which is then written,
-    also ``val_loss`` and, of images, ``val_accuracy`` (0 to 1). Of a model that reads images,
-    ``tokens`` are images.
+    skipped step is always written. Where the data's validation part was measured after a step,
+    which is then written, also ``val_loss`` and, of images, ``val_accuracy`` (0 to 1). Of a model
+    that reads images, ``tokens`` are images.
 
     Args:
         config: the run.
@@ -44,6 +50,8 @@ class Monitor:
         start_step: steps done before this session.
         is_main: whether this rank speaks for the job.
         resumed_from: the checkpoint that it went on from.
+        hosts: name of each rank's host; empty means this one alone.
+        peak_tflops: of a rank's hardware; None: not known, and no MFU.
     """
 
     def __init__(
@@ -54,6 +62,8 @@ class Monitor:
         start_step: int,
         is_main: bool,
         resumed_from: Path | None = None,
+        hosts: Sequence[str] = (),
+        peak_tflops: float | None = None,
     ) -> None:
         self._is_main = is_main
         self._lr, self._resumed_from = config.train.lr, resumed_from
@@ -65,6 +75,11 @@ class Monitor:
         self._traits = traits_of(config.model)
         self._run_dir = run_dir
         self._metrics = MetricsWriter(RunFolder(run_dir), config.monitor.tensorboard, start_step)
+        self._verdicts = Verdicts(RunFolder(run_dir).verdicts_file, start_step)
+        world_size = Layout.from_config(config.parallel).world_size
+        self._watch = Watch(config, hosts or [platform.node()] * world_size)
+        self._peak_tflops = peak_tflops
+        self._tflops_per_rank_and_step = flops_per_step(config) / world_size / 1e12
         self._progress = Progress(config.train.steps, start_step, unit=self._traits.unit)
         self._tokens_before = self._tokens = (self._metrics.last_kept or {}).get("tokens") or 0
         self._start_step = self._step = start_step
@@ -105,20 +120,11 @@ class Monitor:
         }
         if data_wait_s is not None:
             self._last["data_wait_share"] = self._window_wait_s / self._window_s
-        if result.wire_bytes is not None:
-            self._last["wire_bytes"] = result.wire_bytes
-            if result.wire_bytes and result.uncompressed_bytes:
-                self._last["compression_ratio"] = result.uncompressed_bytes / result.wire_bytes
-        if result.loss_scale is not None:
-            self._last["loss_scale"] = result.loss_scale
-            self._last["skipped"] = result.skipped
-        if result.bubbles is not None:
-            self._last["bubble"] = sum(result.bubbles) / len(result.bubbles)
-            self._last["bubble_by_rank"] = list(result.bubbles)
-        if result.own_s is not None:
-            self._last["compute_s_by_rank"] = list(result.own_s)
-        if result.health is not None:
-            self._last |= result.health.fields()
+        tflops = self._tflops_per_rank_and_step * self._window_steps / self._window_s
+        self._last["model_tflops_per_rank"] = tflops
+        if self._peak_tflops:
+            self._last["mfu"] = tflops / self._peak_tflops
+        self._last |= _fields_of(result)
         if communication_share is not None:
             self._last["communication_share"] = communication_share
         if validation is not None:
@@ -126,14 +132,21 @@ class Monitor:
             self._last["val_loss"] = validation.loss
             if validation.accuracy is not None:
                 self._last["val_accuracy"] = validation.accuracy
+        fields, findings = self._watch.look(self._step, result, lr)
+        self._last |= fields
         self._progress.update(self._last)
-        if (
-            self._step % self._every == 0
-            or not result.is_finite
-            or validation is not None
-            or result.health
-        ):
+        self.tell(findings, kinds_looked_for(result))
+        is_due = self._step % self._every == 0 or not result.is_finite
+        if is_due or validation is not None or result.health is not None:
             self._write()
+
+    def tell(self, findings: Sequence[Finding], kinds: Iterable[str] = ()) -> None:
+        """Say and write down what is new of ``findings`` (see ``Verdicts.judge``)."""
+        if not self._is_main:
+            return
+        for finding in self._verdicts.judge(self._step, kinds, findings):
+            self._progress.say(f"step {self._step}: {finding.text}")
+            self._metrics.note(self._step, finding.text)
 
     def close(self, status: int) -> None:
         """Write what is left, end the display and print what a person wants to know next."""
@@ -187,3 +200,22 @@ class Monitor:
         if self._precision != "fp16":
             return ""
         return f", or --set {'amp.dtype' if self._has_amp else 'train.precision'}=bf16"
+
+
+def _fields_of(result: StepResult) -> dict[str, Any]:
+    """What only some runs or steps have."""
+    found: dict[str, Any] = {}
+    if result.wire_bytes is not None:
+        found["wire_bytes"] = result.wire_bytes
+        if result.wire_bytes and result.uncompressed_bytes:
+            found["compression_ratio"] = result.uncompressed_bytes / result.wire_bytes
+    if result.loss_scale is not None:
+        found |= {"loss_scale": result.loss_scale, "skipped": result.skipped}
+    if result.bubbles is not None:
+        found["bubble"] = sum(result.bubbles) / len(result.bubbles)
+        found["bubble_by_rank"] = list(result.bubbles)
+    if result.own_s is not None:
+        found["compute_s_by_rank"] = list(result.own_s)
+    if result.health is not None:
+        found |= result.health.fields()
+    return found

@@ -91,7 +91,7 @@ class Probe:
         self._activations: Activations | None = None
         self._norms: ParameterNorms | None = None
         self._memory: StepMemory | None = None
-        self._memory_is_known = mesh.device.type != "cpu"
+        self._memory_is_known = mesh.device.type != "cpu" or not config.monitor.step_memory
 
     def begin(self, step: int) -> bool:
         """The step after ``step`` steps begins; True when it is looked into."""

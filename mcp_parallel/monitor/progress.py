@@ -41,6 +41,12 @@ class Progress:
             if self._display is not None:
                 self._display.update(record)
 
+    def say(self, line: str) -> None:
+        """Show a line that stays, above what is drawn again and again."""
+        with self._unharmed():
+            if self._display is not None:
+                self._display.say(line)
+
     def close(self, summary: str = "") -> None:
         """End the display, the last step included, and print ``summary`` below it."""
         with self._unharmed():
@@ -98,6 +104,10 @@ class _Lines:
         if is_due:
             self._show(record)
 
+    def say(self, line: str) -> None:
+        self._stream.write(f"{line}\n")
+        self._stream.flush()
+
     def close(self) -> None:
         if self._unshown is not None:
             self._show(self._unshown)
@@ -140,6 +150,9 @@ class _Bar:
 
     def update(self, record: Mapping[str, Any]) -> None:
         self._bar.update(self._task, completed=record["step"], numbers=describe(record, self._unit))
+
+    def say(self, line: str) -> None:
+        self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
         self._bar.stop()

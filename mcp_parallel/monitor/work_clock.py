@@ -60,11 +60,16 @@ class WorkClock:
             self._communication_s = 0.0
             self._start_s = time.perf_counter()
 
-    def own_s_by_rank(self) -> list[float]:
-        """Seconds of this rank's own work since ``start`` at its place, zero at all others'."""
+    def own_s_by_rank(self, unseen_s: float = 0.0) -> list[float]:
+        """Seconds of this rank's own work since ``start`` at its place, zero at all others'.
+
+        Args:
+            unseen_s: of waiting that only a pipeline's clock has seen.
+        """
         figures = [0.0] * self.num_figures
         if self._meter is not None and self._start_s is not None:
             elapsed_s = time.perf_counter() - self._start_s
+            self._communication_s += unseen_s
             figures[self._rank] = max(0.0, elapsed_s - self._take())
         return figures
 

@@ -10,6 +10,8 @@ from typing import cast
 
 import torch
 
+from mcp_kernels.spans import metered_s
+
 
 @dataclass(frozen=True)
 class Occupation:
@@ -19,6 +21,8 @@ class Occupation:
     """Inside forwards, losses and backwards; a tensor-parallel collective is part of them."""
     wall_s: float
     """From the start of the run to the end of its last action and message."""
+    unseen_s: float = 0.0
+    """Part of the waiting that ``spans.metering`` did not see: torch's own messages over gloo."""
 
 
 @dataclass
@@ -32,18 +36,22 @@ class Clock:
     device: torch.device
     _spans: list[tuple[object, object]] = field(default_factory=list)
     _began: object = None
+    _metered_s: float = 0.0
+    _metered_at_work_s: float = 0.0
 
     def start(self) -> None:
         """Forget the last run and begin one."""
         self._spans = []
+        self._metered_s, self._metered_at_work_s = metered_s(), 0.0
         self._began = self._mark()
 
     @contextmanager
     def working(self) -> Iterator[None]:
         """The body is work."""
-        before = self._mark()
+        before, metered = self._mark(), metered_s()
         yield
         self._spans.append((before, self._mark()))
+        self._metered_at_work_s += metered_s() - metered
 
     def stop(self) -> Occupation:
         """End the run that ``start`` began."""
@@ -51,7 +59,9 @@ class Clock:
         if isinstance(end, torch.cuda.Event):
             end.synchronize()
         busy_s = sum(self._seconds(before, after) for before, after in self._spans)
-        return Occupation(busy_s, self._seconds(self._began, end))
+        wall_s = self._seconds(self._began, end)
+        waited_s = metered_s() - self._metered_s - self._metered_at_work_s
+        return Occupation(busy_s, wall_s, max(0.0, wall_s - busy_s - waited_s))
 
     def _mark(self) -> object:
         if self.device.type != "cuda":
