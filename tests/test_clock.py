@@ -77,10 +77,11 @@ def test_every_rank_learns_the_bubbles_of_all(ranks, schedule):
     layout = Layout(dp=2, pp=2, schedule=schedule)
     results = ranks.run(train, layout, 2)
     assert len({found for found, _ in results}) == 1
-    times = [own for _, own in results]  # ranks 0 and 1 hold the first pipeline rank
+    times = [own for _, own in results]
+    stages = [[r for r in range(4) if layout.coordinate(r).pp == p] for p in range(2)]
     means = [
-        Occupation(*((a + b) / 2 for a, b in zip(times[2 * p], times[2 * p + 1], strict=True)))
-        for p in range(2)
+        Occupation(*((a + b) / 2 for a, b in zip(times[one], times[two], strict=True)))
+        for one, two in stages
     ]
     assert results[0][0] == pytest.approx(bubbles(means), rel=1e-12)
     # Rank 2's four forwards sleep, which is work of its stage and nobody else's.

@@ -56,11 +56,11 @@ class NanBackward(torch.autograd.Function):
 def broken_backward(trainer):
     for stage in trainer.train_step.stages:
         if "1" in stage.model.blocks:
-            norm = stage.model.blocks["1"].ffn_norm
+            norm = stage.model.blocks["1"].attn_norm
             norm.register_forward_hook(lambda *args: NanBackward.apply(args[2]))
 
 
-NORM = "blocks.1.ffn_norm", "gradient of the input"
+NORM = "blocks.1.attn_norm", "gradient of the input"
 NOT_FINITE = {
     # Found without another pass, by looking at the weights.
     "weights dp2": (Layout(dp=2), nan_weight, "blocks.2.attn.wk", "weights"),
@@ -89,7 +89,7 @@ def test_the_first_module_that_is_not_finite_is_named(ranks, tmp_path, layout, p
 def test_full_checkpointing_names_the_same_module(tmp_path):
     config = configure(memory={"activation_checkpointing": "full"})
     assert train(0, 1, config, tmp_path, broken_backward) == DIVERGED
-    assert verdicts(tmp_path) == [("not_finite", "blocks.1.ffn_norm")]
+    assert verdicts(tmp_path) == [("not_finite", "blocks.1.attn_norm")]
 
 
 def test_a_step_that_only_overflowed_once_points_at_the_hardware(tmp_path):

@@ -5,7 +5,8 @@ looked at first, and where they are sound the batch runs forward and backward on
 on every module. Each rank keeps its first event; the earliest of all ranks is the culprit.
 
 What a module is given by another one is looked at as well as what it gives: an operation between
-two modules (softmax, an activation function, a residual sum) is named after the one it stands in.
+two modules (softmax, an activation function, a residual sum) is told by the one that is given its
+result.
 """
 
 from __future__ import annotations
@@ -242,21 +243,24 @@ def _hooks_on(
 ) -> list[RemovableHandle]:
     forward_place, backward_place = places
 
-    def look(value: Any, side: str) -> None:
+    def look(value: Any, side: str) -> Any:
         if torch._C._current_graph_task_id() != -1:
-            return  # a block that checkpointing runs again has been seen
+            return value  # a block that checkpointing runs again has been seen
         events.see(value, "forward", name, side, forward_place)
-        if isinstance(value, Tensor) and value.requires_grad:
-            # An output's gradient comes before the module's backward, an input's after it.
-            value.register_hook(
-                lambda grad: events.see(
-                    grad, "backward", name, f"gradient of the {side}", backward_place
-                )
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        # Of a tensor that several modules take, each gets a name of its own: the gradient that
+        # comes to it is this module's alone.
+        own = value.view_as(value) if side == "input" else value
+        own.register_hook(
+            lambda grad: events.see(
+                grad, "backward", name, f"gradient of the {side}", backward_place
             )
+        )
+        return own
 
-    def before(_: nn.Module, args: tuple[Any, ...]) -> None:
-        for value in args:
-            look(value, "input")
+    def before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(look(value, "input") for value in args)
 
     def after(_: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         for value in out if isinstance(out, (tuple, list)) else (out,):
