@@ -114,8 +114,8 @@ def test_an_index_of_the_first_version_is_read(folder, tmp_path):
 def test_blocks_grow_with_the_file():
     for num_bytes in (0, 1, 10**10, 10**12, 10**15):
         size = index_module.block_bytes_for(num_bytes)
-        assert num_bytes <= size * 65536
-        assert size == 1 << 20 or num_bytes > size // 2 * 65536
+        assert num_bytes <= size * 2**18
+        assert size == 1 << 16 or num_bytes > size // 2 * 2**18
 
 
 def main_raising(words):

@@ -50,6 +50,7 @@ def clean(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(storage, "_WAITS_S", (0.0, 0.0, 0.0))
     monkeypatch.setattr(index_module, "_MIN_BLOCK_BYTES", 256)
+    monkeypatch.setattr(token_file, "_FETCHED_BYTES", 512)
     for kind in (MemoryFileSystem, FlakyFileSystem):
         kind.store.clear()
         kind.pseudo_dirs[:] = [""]
@@ -81,14 +82,16 @@ def test_blocks_are_fetched_when_they_are_read_and_once():
     corpus = open_data(config_for(URL))
     assert fetched() == []
     assert np.array_equal(corpus.tokens[100:140], tokens[100:140])
-    assert fetched() == [(0, 256), (256, 512)]
-    corpus.tokens[120:130]
+    assert fetched() == [(0, 512)]
+    assert np.array_equal(corpus.tokens[400:600], tokens[400:600])
+    assert fetched()[1:] == [(512, 1024), (1024, 1536)]
     # Another process, or the next run, finds them in the cache.
     again = open_data(config_for(URL))
-    assert np.array_equal(again.tokens[64:200], tokens[64:200])
-    assert len(fetched()) == 2
+    assert np.array_equal(again.tokens[64:600], tokens[64:600])
+    assert len(fetched()) == 3
     assert np.array_equal(again.tokens[:], tokens)
-    assert len(fetched()) == -(-3000 // 256)
+    assert fetched()[-1] == (2560, 3000)
+    assert len(fetched()) == -(-3000 // 512)
 
 
 def read_all(url, path):
@@ -122,7 +125,7 @@ def test_processes_of_a_host_share_what_was_fetched(tmp_path):
     for number in range(4):
         assert np.array_equal(np.load(tmp_path / f"{number}.npy"), tokens)
     starts = [int(line) for line in log.read_text().split()]
-    assert sorted(starts) == list(range(0, 3000, 256))
+    assert sorted(starts) == list(range(0, 3000, 512))
 
 
 @pytest.mark.parametrize("damage", ["hole", "flip", "cut"])
@@ -138,7 +141,8 @@ def test_a_damaged_cache_is_mended(tmp_path, damage):
             file.write(b"\0" * 100 if damage == "hole" else b"\xff")
     before = len(fetched())
     assert np.array_equal(open_data(config_for(URL)).tokens[:], tokens)
-    assert len(fetched()) - before == (9 if damage == "cut" else 2 if damage == "hole" else 1)
+    # What was cut at 1000, written over from 700 to 800, or at 700.
+    assert len(fetched()) - before == {"cut": 5, "hole": 1, "flip": 1}[damage]
 
 
 def test_what_passes_is_tried_again_and_what_stays_is_a_typed_error():
@@ -153,7 +157,7 @@ def test_what_passes_is_tried_again_and_what_stays_is_a_typed_error():
         corpus.tokens[1000:1010]
     assert "ConnectionResetError: line cut" in str(e.value)
     FlakyFileSystem.failures, FlakyFileSystem.short = 0, True
-    with pytest.raises(StorageError, match="must give the 256 bytes from 1792 on, got 255"):
+    with pytest.raises(StorageError, match="must give the 512 bytes from 1536 on, got 511"):
         corpus.tokens[1000:1010]
 
 

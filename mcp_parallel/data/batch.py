@@ -14,13 +14,17 @@ from mcp_parallel.data.order import sample_indices
 # The order in which held-out samples are measured, so that a limit takes some of every source; part
 # of what a validation loss means, hence no setting.
 _HELD_OUT_SEED = 0
+# Positions that are ordered at once: numpy takes as long for a few as for thousands.
+_ORDERED = 4096
+
+_Ordered = tuple[tuple[int, range], NDArray[np.int64], NDArray[np.int64]]
 
 
 class BatchSource:
     """Any rows of any step, from (corpora, shares, data seed, step) alone.
 
-    Nothing is remembered between calls and no rank is mentioned: a layout only decides which rows a
-    rank asks for, and a run resumes from its step number.
+    Nothing that matters is remembered between calls and no rank is mentioned: a layout only decides
+    which rows a rank asks for, and a run resumes from its step number.
 
     Args:
         corpus: what to train on; several make a mixture.
@@ -52,6 +56,7 @@ class BatchSource:
         self._document_separator = document_separator
         self._counts = [corpus.num_samples(seq_len) for corpus in self._corpora]
         held_out_counts = [corpus.num_samples(seq_len) for corpus in self._held_out]
+        self._ordered: _Ordered | None = None
         self._held_out_ends = np.cumsum(np.array(held_out_counts, dtype=np.int64))
 
     @property
@@ -125,7 +130,22 @@ class BatchSource:
                 f"BatchSource.batch: rows must be in [0, {size}) of a step >= 0, got {rows} of "
                 f"step {step}; split range({size}) over the ranks"
             )
-        positions = np.arange(rows.start, rows.stop, rows.step, dtype=np.int64) + step * size
+        if not rows:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+        steps = max(1, _ORDERED // len(rows))
+        key = (step // steps, rows)
+        # One assignment, so that a thread that makes batches ahead can't see half of it.
+        ordered = self._ordered
+        if ordered is None or ordered[0] != key:
+            first = np.arange(steps, dtype=np.int64) + step // steps * steps
+            positions = first[:, None] * size + np.array(rows, dtype=np.int64)
+            self._ordered = ordered = (key, *self._in_order(positions))
+        return ordered[1][step % steps], ordered[2][step % steps]
+
+    def _in_order(
+        self, positions: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(corpus, sample in it) of positions of the run, of any shape."""
         source, number = self._blend.at(positions)
         indices = np.empty_like(number)
         for one in np.unique(source):
@@ -137,6 +157,8 @@ class BatchSource:
         self, corpora: Sequence[Corpus], source: NDArray[np.int64], indices: NDArray[np.int64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Inputs and targets of samples of several corpora, in their order."""
+        if len(corpora) == 1:
+            return corpora[0].samples(indices, self._seq_len)
         inputs = np.empty((len(indices), self._seq_len), dtype=np.int64)
         targets = np.empty_like(inputs)
         for one in np.unique(source):

@@ -86,13 +86,14 @@ class Corpus:
                 f"Corpus.samples: indices must be in [0, {count}), got {int(indices.min())} to "
                 f"{int(indices.max())}; take them from sample_indices"
             )
-        inputs = np.full((indices.size, seq_len), _PADDING, dtype=np.int64)
-        targets = np.full((indices.size, seq_len), IGNORED_TARGET, dtype=np.int64)
+        inputs = np.empty((indices.size, seq_len), dtype=np.int64)
+        targets = np.empty_like(inputs)
         for row, index in enumerate(indices.tolist()):
             start = index * seq_len
-            window = np.asarray(self.tokens[start : start + seq_len + 1])
-            inputs[row, : window.size - 1] = window[:-1]
-            targets[row, : window.size - 1] = window[1:]
+            window = self.tokens[start : start + seq_len + 1]
+            length = len(window) - 1
+            inputs[row, :length], targets[row, :length] = window[:-1], window[1:]
+            inputs[row, length:], targets[row, length:] = _PADDING, IGNORED_TARGET
             if int(window.max()) >= self.vocab_size:
                 raise ValueError(self._out_of_vocabulary(start, window))
         return inputs, targets

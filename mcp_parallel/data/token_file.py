@@ -1,9 +1,9 @@
 """A token file with an index: mapped, and each block compared with its checksum before it is used.
 
 A file behind a URL is mapped as well, from a copy in the user's cache that starts out as a hole and
-fills with the blocks that are read. What is there already is told by the checksums alone, so a copy
+fills with what is read. What is there already is told by the checksums alone, so a copy
 that a crash, a full disk or another host left half written is mended as it is read. The processes
-of a host share the copy: a lock on each block lets one of them fetch it.
+of a host share the copy: a lock on each part lets one of them fetch it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ from mcp_parallel.data.prepare.index import (
     TokenFileError,
     changed_block,
     check_size,
-    digest,
     index_beside,
+    is_block,
 )
 
 logger = logging.getLogger(__name__)
 
 Verify = Literal["read", "all", "size"]
+Fetch = Callable[[int, int], bytes]
+"""Gives the bytes between two places of a file."""
+
+# Asked of a storage at once: a request takes as long as these bytes.
+_FETCHED_BYTES = 1 << 20
 
 
 class BlockFile:
@@ -48,12 +53,10 @@ class BlockFile:
         path: of the file on this machine, of the size that ``index`` says.
         name: what errors call it.
         index: of the file.
-        fetch: gives a block that is not here; None where all of them must be.
+        fetch: gives what is not here; None where all of it must be.
     """
 
-    def __init__(
-        self, path: Path, name: str, index: Index, fetch: Callable[[int], bytes] | None = None
-    ) -> None:
+    def __init__(self, path: Path, name: str, index: Index, fetch: Fetch | None = None) -> None:
         self.index = index
         self._path, self._name, self._fetch = path, name, fetch
         self._bytes: NDArray[np.uint8] = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
@@ -96,23 +99,31 @@ class BlockFile:
         return slice(start, min(start + self.index.block_bytes, self.index.num_bytes))
 
     def _is_whole(self, number: int) -> bool:
-        block = self._bytes[self._span(number)]
-        return digest(block.data) == self.index.checksums[number]
+        return is_block(self._bytes[self._span(number)].data, self.index.checksums[number])
 
-    def _fill(self, number: int, fetch: Callable[[int], bytes]) -> None:
-        """Fetch a block into the file, unless another process does it first."""
-        with self._path.open("r+b") as file, _locked(file.fileno(), number):
+    def _fill(self, number: int, fetch: Fetch) -> None:
+        """Fetch a block and its neighbours into the file, unless another process does it first."""
+        count = max(1, _FETCHED_BYTES // self.index.block_bytes)
+        group = number // count
+        numbers = range(group * count, min((group + 1) * count, len(self._checked)))
+        with self._path.open("r+b") as file, _locked(file.fileno(), group):
             if self._is_whole(number):
                 return
-            block = fetch(number)
-            if digest(block) != self.index.checksums[number]:
-                raise changed_block(self._name, number, self.index)
-            os.pwrite(file.fileno(), block, self._span(number).start)
+            start = self._span(numbers[0]).start
+            found = fetch(start, self._span(numbers[-1]).stop)
+            for one in numbers:
+                span = self._span(one)
+                block = found[span.start - start : span.stop - start]
+                if is_block(block, self.index.checksums[one]):
+                    os.pwrite(file.fileno(), block, span.start)
+                    self._checked[one] = True
+                elif one == number:
+                    raise changed_block(self._name, number, self.index)
 
 
 @contextlib.contextmanager
 def _locked(descriptor: int, number: int) -> Iterator[None]:
-    """Keep other processes from fetching the block; without locks they fetch the same bytes."""
+    """Keep other processes from fetching the same; without locks they fetch the same bytes."""
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX, 1, number)
     except OSError as error:
@@ -211,11 +222,7 @@ def _remote(url: str) -> BlockFile:
     _refuse_short(url, index)
     path = _hole(url, index)
 
-    def fetch(number: int) -> bytes:
-        start = number * index.block_bytes
-        return storage.read_range(url, start, min(start + index.block_bytes, index.num_bytes))
-
-    return BlockFile(path, url, index, fetch)
+    return BlockFile(path, url, index, lambda start, stop: storage.read_range(url, start, stop))
 
 
 def _hole(url: str, index: Index) -> Path:

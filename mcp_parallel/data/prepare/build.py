@@ -6,7 +6,6 @@ for where sources are cut, and ``part`` for what a run takes over from one that 
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import shutil
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from mcp_parallel.data import storage
 from mcp_parallel.data.prepare.index import (
@@ -24,6 +23,7 @@ from mcp_parallel.data.prepare.index import (
     Part,
     Skipped,
     block_bytes_for,
+    digest,
     replace_file,
 )
 from mcp_parallel.data.prepare.part import Made, Maker, Task, kept, make_in_worker, worker
@@ -212,20 +212,16 @@ def _join(parts: Sequence[Path], out: str) -> tuple[str, ...]:
 
 def _copied(parts: Sequence[Path], out: IO[bytes], block_bytes: int) -> tuple[str, ...]:
     checksums: list[str] = []
-    running: Any = hashlib.sha256()
-    left = block_bytes
+    block = bytearray()
     for part in parts:
         with part.open("rb") as source:
-            while window := source.read(min(left, 1 << 20)):
+            while window := source.read(block_bytes - len(block)):
                 out.write(window)
-                running.update(window)
-                left -= len(window)
-                if left == 0:
-                    checksums.append(running.hexdigest())
-                    running, left = hashlib.sha256(), block_bytes
-    if left < block_bytes:
-        checksums.append(running.hexdigest())
-    return tuple(checksums)
+                block += window
+                if len(block) == block_bytes:
+                    checksums.append(digest(block))
+                    block.clear()
+    return (*checksums, digest(block)) if block else tuple(checksums)
 
 
 def _write(out: str, name: str, text: bytes) -> None:

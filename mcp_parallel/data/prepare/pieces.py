@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 from mcp_parallel.data import storage
 from mcp_parallel.data.files import SNIFFED_BYTES, looks_like_text
+from mcp_parallel.data.prepare.index import read_exactly
 from mcp_parallel.data.prepare.sources import Shard, SourceError
 from mcp_parallel.errors import joined, shown
 
@@ -212,15 +213,11 @@ def _no_utf8(content: bytes, at: int, start: int) -> str:
 
 
 def _read(file: IO[bytes], size: int, shard: Shard) -> bytes:
-    """``size`` bytes, also of a file that gives them in parts."""
-    parts, left = [], size
-    while left:
-        part = file.read(left)
-        if not part:
-            raise _changed(shard)
-        parts.append(part)
-        left -= len(part)
-    return b"".join(parts)
+    """``size`` bytes."""
+    found = read_exactly(file, size)
+    if len(found) < size:
+        raise _changed(shard)
+    return found
 
 
 def _changed(shard: Shard) -> SourceError:
