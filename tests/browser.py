@@ -1,10 +1,9 @@
-"""A headless Chromium for tests that look at a page, where there is one."""
+"""A headless Chromium that looks at a page."""
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-
-import pytest
 
 _FLAGS = (
     "--headless",
@@ -19,19 +18,28 @@ _FLAGS = (
 )
 
 
-def start_browser(profile, width=1280, height=900):
-    """A driver with its own profile folder; skips the test, saying what to install, without one."""
-    webdriver = pytest.importorskip(
-        "selenium.webdriver", reason="no selenium: pip install 'mcp-kernels[test]'"
-    )
+def why_no_browser():
+    """What to install, or None where there is a browser and what drives it."""
+    if importlib.util.find_spec("selenium") is None:
+        return "no selenium: pip install 'mcp-kernels[test]'"
+    if _browser() is None or shutil.which("chromedriver") is None:
+        return "no browser: apt-get install chromium chromium-driver"
+    return None
+
+
+def _browser():
     names = ("chromium", "chromium-browser", "google-chrome", "chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
-    driver = shutil.which("chromedriver")
-    if program is None or driver is None:
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+def start_browser(profile, width=1280, height=900):
+    """A driver whose browser keeps everything in the folder ``profile``."""
+    from selenium import webdriver
+
     options = webdriver.ChromeOptions()
-    options.binary_location = program
+    options.binary_location = _browser()
     for flag in (*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options, webdriver.ChromeService(driver))
+    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    return webdriver.Chrome(options, service)

@@ -7,7 +7,7 @@ import math
 import re
 
 import pytest
-from browser import start_browser
+from browser import start_browser, why_no_browser
 from report_runs import SPIKE, config_of, record, two_runs, write_run
 
 from mcp_parallel.cli.main import main
@@ -20,6 +20,8 @@ ATTACK = (
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
+    if why_no_browser():
+        pytest.skip(why_no_browser())
     driver = start_browser(tmp_path_factory.mktemp("profile"))
     yield driver
     driver.quit()
