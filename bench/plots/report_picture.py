@@ -1,9 +1,9 @@
-"""Take the picture of docs/report.md: ``python bench/plots/report_picture.py``.
+"""Take the pictures of docs/report.md: ``python bench/plots/report_picture.py``.
 
 Trains ``tiny`` twice for a minute at most each, on data x tensor parallel ranks and on a pipeline,
-makes the page of both with ``mcp-parallel report`` and photographs its top in a headless browser,
-to ``docs/report.png``. ``--runs A B`` takes runs that are there, ``--dark`` the dark theme.
-Cost: about 70 s on two cores.
+makes the page of both with ``mcp-parallel report`` and photographs it in a headless browser: its
+top to ``docs/report.png``, pipeline and layout, dark, to ``docs/report-layout.png``. ``--runs A B``
+takes runs that are there. Cost: about 70 s on two cores.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LAYOUTS = {
     "dp2-tp2": ("--dp", "2", "--tp", "2"),
     "pp2-zbv": ("--pp", "2", "--schedule", "zbv", "--micro-batch-size", "2"),
 }
-WIDTH, HEIGHT = 1400, 1900
+WIDTH, HEIGHT = 1400, 1500
 SETTLE_S = 0.5
 
 
@@ -40,19 +40,21 @@ def train(root, steps):
     return folders
 
 
-def photograph(page, picture, dark):
-    """The top of ``page``, with values read off its first chart."""
+def photograph(page, picture):
+    """The top of ``page``, with values read off its first chart; then its layouts, dark."""
     from selenium.webdriver import ActionChains
 
     with tempfile.TemporaryDirectory() as profile:
         driver = start_browser(profile, WIDTH, HEIGHT)
         try:
             driver.get(page.as_uri())
-            if dark:
-                driver.find_element("id", "theme").click()
             plot = driver.find_element("css selector", ".chart .plot")
             ActionChains(driver).move_to_element(plot).pause(SETTLE_S).perform()
             driver.save_screenshot(str(picture))
+            driver.find_element("id", "theme").click()
+            driver.execute_script("document.getElementById('pipeline').scrollIntoView()")
+            ActionChains(driver).pause(SETTLE_S).perform()
+            driver.save_screenshot(str(picture.with_name(f"{picture.stem}-layout.png")))
         finally:
             driver.quit()
 
@@ -61,7 +63,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--dark", action="store_true")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "report.png")
     args = parser.parse_args()
     if why_no_browser():
@@ -72,8 +73,8 @@ def main():
         page = root / "report.html"
         status = mcp_parallel(["report", *map(str, runs), "--out", str(page)])
         if status == 0:
-            photograph(page, args.out, args.dark)
-            sys.stdout.write(f"picture: {args.out}\n")
+            photograph(page, args.out)
+            sys.stdout.write(f"pictures: {args.out} and one beside it\n")
     return status
 
 

@@ -18,8 +18,15 @@ function axisOf(run, number, name = state.axis) {
 
 const hasAxis = (name) => data.runs.some((run) => run.axes.some((_, i) => axisOf(run, i, name)));
 
+const views = new Map();
+
 // The range of x over all runs, those hidden too, so that showing one moves nothing.
 function fullView() {
+  if (!views.has(state.axis)) views.set(state.axis, rangeOfAxis());
+  return views.get(state.axis);
+}
+
+function rangeOfAxis() {
   let [low, high] = [Infinity, -Infinity];
   for (const run of data.runs)
     run.axes.forEach((_, number) => {

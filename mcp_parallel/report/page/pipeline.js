@@ -38,7 +38,7 @@ function pipelineSection() {
           ...used.map((work) =>
             el("li", {}, dot(workColor(WORK.indexOf(work))), `${work.letter} ${work.name}`),
           ),
-          plan.chunks > 1 ? el("li", {}, "paler: later stages of a rank") : null,
+          plan.chunks > 1 ? el("li", {}, "fainter: later stages of a rank") : null,
           el("li", {}, dot("var(--idle)"), "idle"),
         ),
         bubbleTable(plan, indices),

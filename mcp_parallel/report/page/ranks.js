@@ -65,7 +65,7 @@ function stages(layout, run) {
     return [...gap(missing, "more pipeline ranks"), stage(run, i, replicas, memory)];
   });
   const found = el("div", { class: "stages" }, ...parts);
-  const width = Math.max(15, 3.1 * Math.min(layout.tp, MAX_COLUMNS) + 6);
+  const width = Math.max(18, 3.1 * Math.min(layout.tp, MAX_COLUMNS) + 6);
   found.style.gridTemplateColumns = `repeat(auto-fill, minmax(min(100%, ${width}rem), 1fr))`;
   return found;
 }
