@@ -35,7 +35,8 @@ def train(root, steps):
     for name, flags in LAYOUTS.items():
         folders.append(root / name)
         command = (sys.executable, "-m", "mcp_parallel", "train", "--preset", "tiny", "--run-dir")
-        options = ("--steps", str(steps), "--set", "monitor.validate_every=20")
+        validation = ("--set", "data.validation_share=0.01", "--set", "monitor.validate_every=20")
+        options = ("--steps", str(steps), *validation)
         subprocess.run((*command, folders[-1], *flags, *options), check=True, cwd=ROOT)
     return folders
 
