@@ -244,12 +244,15 @@ def _tried(url: str, action: Callable[[], T]) -> T:
 
     Whatever a storage's library raises becomes a ``StorageError``: each has errors of its own.
     """
+    first: Exception | None = None
     for wait_s in (*_WAITS_S, None):
         try:
             return action()
         except Exception as raised:  # noqa: PERF203 (a try for each try)
+            # The first says most: some libraries then only tell that they failed before.
+            first = first or raised
             if wait_s is None or isinstance(raised, _FINAL):
-                raise _as_storage_error(url, raised) from raised
+                raise _as_storage_error(url, first) from first
             time.sleep(wait_s)
     raise AssertionError("the last try returns or raises")
 

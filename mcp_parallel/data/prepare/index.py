@@ -217,6 +217,7 @@ def replace_file(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # as the token file beside it: others may train on it
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
