@@ -11,7 +11,8 @@ pair of ranks; a waiting for the other rank counts as communication, in either.
     tp2     shared memory; off: each product whole, then its collective; on: products in blocks,
             summed and gathered while others are computed
     zero3   a link of 1 Gbit/s (``peers/throttled.py``, where only time passes); off: a block's
-            weights are asked for when it runs; on: while the block before it runs
+            weights are asked for when it runs, its gradients are waited for when it ran; on: while
+            blocks before it run, and before the next but one sends its gradients
 
 Writes the table into docs/performance.md with ``--write``.
 """
@@ -40,6 +41,7 @@ from mcp_kernels.ops import _fused
 from mcp_kernels.spans import recording
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.layout import Layout
+from mcp_parallel.parallel.late_reduce import LateReductions
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.parallelize import gather_ahead
 from mcp_parallel.step import TrainingStep
@@ -55,10 +57,18 @@ def without_fused_bodies():
 
 
 @contextlib.contextmanager
-def gathering_late(step):
+def nothing_ahead(step):
+    """Weights come when they are needed, and every sum of gradients is waited for at once."""
+    add = LateReductions.add
+
+    def add_and_wait(self, *started):
+        add(self, *started)
+        self.wait_for(started[0])
+
     gather_ahead(step.stages[0].model, False)
     try:
-        yield
+        with mock.patch.object(LateReductions, "add", add_and_wait):
+            yield
     finally:
         gather_ahead(step.stages[0].model, True)
 
@@ -85,7 +95,7 @@ def measure(context, name, rounds):
     tokens = torch.randint(size.shape.vocab_size, shape, generator=generator)
     tokens = tokens[rows.start : rows.stop]
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    off = without_fused_bodies if name == "tp2" else lambda: gathering_late(step)
+    off = without_fused_bodies if name == "tp2" else lambda: nothing_ahead(step)
     found = {"off": [], "on": []}
     for turn in range(rounds + 1):
         for mode in ("off", "on") if turn % 2 else ("on", "off"):
