@@ -18,7 +18,6 @@ from mcp_parallel.data.source import Source, ValidationBatch, validation_batches
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.optim.build import model_mesh_of
-from mcp_parallel.parallel.context import split_of
 from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.pipeline import hidden_like
 from mcp_parallel.parallel.tensor import build_token_loss, vocab_parallel_argmax
@@ -51,7 +50,6 @@ class Evaluator:
         self._token_loss = build_token_loss(vocab_size, self._mesh)
         self._vocab_size = vocab_size
         self._reads_text = traits_of(self._config.model).continues_text
-        self._split = split_of(self._config, self._mesh)
         # As in training: of a large vocabulary the logits never exist at once.
         model_mesh = model_mesh_of(self._config.train, self._mesh)
         self._text_loss = build_stage_loss(step.stages, self._config, model_mesh)
@@ -82,8 +80,7 @@ class Evaluator:
         """(what the last stage gives, targets) of each micro-batch, on the ranks of that stage."""
         rows, device = self._config.train.micro_batch_size, self._mesh.device
         inputs, targets = torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets)
-        if self._split is not None:
-            inputs, targets = self._split.take(inputs), self._split.take(targets)
+        inputs, targets = self._step.own_part(inputs, targets)
         xs = inputs.split(rows)
         sides: list[tuple[Tensor, ...]] = [()] * len(xs)
         if batch.documents is not None:

@@ -21,7 +21,7 @@ from mcp_parallel.optim.clip import clip_factor
 from mcp_parallel.optim.lower_tier import LowerTier
 from mcp_parallel.optim.scaler import LossScaler
 from mcp_parallel.parallel.clock import Occupation, bubbles
-from mcp_parallel.parallel.context import split_of
+from mcp_parallel.parallel.context import own_part, split_of
 from mcp_parallel.parallel.execute import build_executor
 from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.mesh import DATA, Mesh
@@ -104,6 +104,10 @@ class TrainingStep:
         """The rows of the global batch that this rank's data-parallel replica trains on."""
         return rows_of(self.config, self.mesh.coordinate.dp)
 
+    def own_part(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Of this replica's rows what this rank works on (see ``context.own_part``)."""
+        return own_part(self._split, inputs, targets)
+
     def __call__(
         self,
         inputs: Tensor,
@@ -157,8 +161,7 @@ class TrainingStep:
         Returns:
             What this rank computed of the loss, times the loss scale, ``[]``.
         """
-        if self._split is not None:
-            inputs, targets = self._split.take(inputs), self._split.take(targets)
+        inputs, targets = self.own_part(inputs, targets)
         self._tokens.start((targets != IGNORED).sum())
         for stage in self.stages:
             if stage.model.mixture is not None:

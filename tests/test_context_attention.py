@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from mcp_kernels.saved import is_exact
 from mcp_parallel.context.attention import ContextAttention
-from mcp_parallel.context.documents import NOTHING, gather_bounds, ring_bounds, triangle_bounds
+from mcp_parallel.context.documents import (
+    NOTHING,
+    gather_bounds,
+    ring_bounds,
+    ring_documents,
+    triangle_bounds,
+)
 from mcp_parallel.context.ring import steps_of
 from mcp_parallel.context.split import Split
 from mcp_parallel.memory.track import AllocationTracker
@@ -40,13 +46,13 @@ def random_documents(batch, length, seed):
     return torch.tensor(rows)
 
 
-def dense(q, k, v, dout, documents=None):
+def dense(q, k, v, dout, documents=None, *, causal=True):
     """(out, dq, dk, dv) by a dense mask and autograd, in float64."""
     q, k, v = (t.double().requires_grad_() for t in (q, k, v))
     length, group = q.shape[1], q.shape[2] // k.shape[2]
     wide_k, wide_v = (t.repeat_interleave(group, 2) for t in (k, v))
     position = torch.arange(length)
-    sees = (position[:, None] >= position)[None]
+    sees = (position[:, None] >= position)[None] if causal else torch.ones(1, length, length) > 0
     if documents is not None:
         sees = sees & (position >= documents[:, :, None])
     scores = torch.einsum("bihd,bjhd->bhij", q, wide_k) * q.shape[-1] ** -0.5
@@ -55,14 +61,14 @@ def dense(q, k, v, dout, documents=None):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
 
 
-def run_shared(rank, world, kind, cases):
+def run_shared(rank, world, kind, cases, causal=True):
     """(out, dq, dk, dv) of this rank's part, case by case."""
     group = dist.new_group(list(range(world)))  # the name of a group of its own, as the trainer's
     results = []
     for sizes, document_seed, dtype in cases:
         q, k, v, dout = make(*sizes, dtype=dtype)
         split = Split(world, rank, sizes[1])
-        attend = ContextAttention(split, group, kind)
+        attend = ContextAttention(split, group, kind, causal=causal)
         mine = [split.take(t).requires_grad_() for t in (q, k, v)]
         plan = ()
         if document_seed is not None:
@@ -97,10 +103,21 @@ def test_equals_one_process(ranks, world, kind):
     # Fuzz: the first sizes again, with documents drawn anew each time, then the long sequence.
     cases += [(s, seed, torch.float64) for seed in range(5) for s in sizes_for(world)[:3:2]]
     cases += [(sizes_for(world)[3], seed, torch.float64) for seed in (11, 12)]
-    results = ranks.run(run_shared, kind, cases, ranks=world)
+    assert_equal(ranks.run(run_shared, kind, cases, ranks=world), cases)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_that_see_all_keys_equal_one_process(ranks, world, kind):
+    cases = [(s, None, torch.float64) for s in sizes_for(world)]
+    assert_equal(ranks.run(run_shared, kind, cases, False, ranks=world), cases, causal=False)
+
+
+def assert_equal(results, cases, *, causal=True):
+    """Every rank's parts are those of ``dense``."""
     for index, (sizes, seed, _) in enumerate(cases):
         documents = None if seed is None else random_documents(sizes[0], sizes[1], seed)
-        wanted = dense(*make(*sizes), documents)
+        wanted = dense(*make(*sizes), documents, causal=causal)
         for name, part, want in zip(
             ("out", "dq", "dk", "dv"),
             zip(*(r[index] for r in results), strict=True),
@@ -274,6 +291,54 @@ def test_a_block_that_shares_no_document_is_skipped():
             False,
             True,
         ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_owner_and_receiver_agree_on_what_is_sent(seed):
+    """A block is sent to whoever has rows that see it, and to nobody else."""
+    world, length = 4, 2 * 4 * 3
+    documents = random_documents(2, length, seed)
+    plans = [ring_documents(documents, Split(world, rank, length)) for rank in range(world)]
+    for rank, plan in enumerate(plans):
+        for step in range(1, world):
+            receiver = plans[(rank + step) % world]
+            assert plan.is_wanted[step] == (receiver.bounds[step] is not NOTHING)
+
+
+class CountingGroup:
+    """A group that counts the elements that this rank sends."""
+
+    def __init__(self, group):
+        self._group, self.sent = group, 0
+
+    def send(self, tensors, peer, tag):
+        self.sent += sum(t.numel() for t in tensors)
+        return self._group.send(tensors, peer, tag)
+
+    def recv(self, tensors, peer, tag):
+        return self._group.recv(tensors, peer, tag)
+
+
+def run_counted(rank, world, documents):
+    """Elements sent forward and backward, in blocks of keys and values."""
+    split = Split(world, rank, documents.shape[1])
+    group = CountingGroup(dist.new_group(list(range(world))))
+    attend = ContextAttention(split, group, "ring")
+    q, k, v, dout = (split.take(t).requires_grad_() for t in make(1, documents.shape[1], 2, 2, 4))
+    attend(q, k, v, attend.plan(documents, q.device)).backward(dout)
+    return group.sent / (2 * k.numel())
+
+
+def test_blocks_travel_only_to_ranks_that_share_a_document(ranks):
+    """Of four ranks, chunks of 2 positions: rank 0 holds 0 1 14 15, rank 1 holds 2 3 12 13, ..."""
+    cut = torch.arange(16)[None] // 2 * 2  # no document reaches into another chunk
+    assert ranks.run(run_counted, cut) == [0, 0, 0, 0]
+    one = cut.clone()
+    one[0, 2:6] = 2  # chunks 1 and 2, of ranks 1 and 2
+    # Keys of rank 1 go to rank 2 forward and again backward; their gradients come back.
+    assert ranks.run(run_counted, one) == [0, 2, 1, 0]
+    whole_sequence = torch.zeros_like(cut)
+    assert ranks.run(run_counted, whole_sequence) == [9, 9, 9, 9]
 
 
 def test_a_document_goes_on_where_chunks_of_a_rank_do_not_touch():

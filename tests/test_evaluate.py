@@ -35,6 +35,8 @@ LAYOUTS = {
     "pp2 interleaved": Layout(pp=2, schedule="interleaved", virtual_stages=2),
     "pp2 zbv": Layout(pp=2, schedule="zbv"),
     "dp2pp2 zero3": Layout(dp=2, pp=2, zero=3),
+    "cp2pp2": Layout(cp=2, pp=2),
+    "cp2tp2 ring": Layout(cp=2, tp=2, cp_attention="ring"),
 }
 STEPS, EVALUATED_AT = 3, 2
 

@@ -33,7 +33,7 @@ REFUSED = [
     ({"model__channels": 3}, ["channels of digits"]),
     ({"model__num_classes": 9, "model__vocab_size": 9}, ["num_classes of digits"]),
     ({"model__num_heads": 3, "model__num_kv_heads": 3}, ["hidden_size over num_heads"]),
-    ({"parallel__cp": 2}, ["cp of vit"]),
+    ({"parallel__cp": 3}, ["seq_len over cp"]),
     ({"data__path": "somewhere"}, ["data of vit"]),
     ({"data__document_masking": True}, ["documents of vit"]),
     ({"train__fp32_embedding_steps": 5}, ["fp32_embedding_steps of vit"]),
@@ -57,7 +57,7 @@ def test_what_an_image_model_cannot_be_is_refused_with_a_way_out(changes, expect
 
 
 def test_the_preset_is_legal_at_the_layouts_it_is_made_for():
-    for parallel in ({}, {"dp": 4}, {"tp": 4}, {"pp": 4}, {"dp": 2, "tp": 2, "pp": 2}):
+    for parallel in ({}, {"dp": 4}, {"tp": 4}, {"pp": 4}, {"cp": 4}, {"dp": 2, "tp": 2, "pp": 2}):
         changes = {f"parallel__{key}": value for key, value in parallel.items()}
         assert names(vit(**changes)) == [], parallel
     assert names(vit(data__path="digits")) == []

@@ -11,6 +11,8 @@ Letters: B = batch, S = positions of the whole sequence, c = positions of a chun
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,24 @@ from mcp_parallel.context.split import Split
 
 NOTHING = Bounds(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
 """No row of the block sees a key of it."""
+
+
+class RingDocuments(NamedTuple):
+    """Who meets whom on the ring, and so which blocks need not travel."""
+
+    bounds: list[Bounds]
+    """Of each step: this rank's rows against the keys of the rank so many places before it."""
+    is_wanted: list[bool]
+    """Of each step: the rank so many places after this one has rows that see its keys."""
+
+
+def ring_documents(documents: Tensor, split: Split) -> RingDocuments:
+    """``RingDocuments`` of the rank of ``split``; all ranks make theirs of the same documents."""
+    is_wanted = [True]
+    for step in range(1, split.ranks):
+        receiver = Split(split.ranks, (split.rank + step) % split.ranks, split.seq_len)
+        is_wanted.append(_step_bounds(documents, receiver, step) is not NOTHING)
+    return RingDocuments(ring_bounds(documents, split), is_wanted)
 
 
 def triangle_bounds(documents: Tensor) -> Bounds:
@@ -42,22 +62,25 @@ def ring_bounds(documents: Tensor, split: Split) -> list[Bounds]:
         documents: ``[B, S]`` int64, in positions of the sequence.
         split: this rank's.
     """
+    others = (_step_bounds(documents, split, step) for step in range(1, split.ranks))
+    return [triangle_bounds(split.take(documents)), *others]
+
+
+def _step_bounds(documents: Tensor, split: Split, step: int) -> Bounds:
+    """The rows of a rank against the keys of the rank ``step`` places before it, step > 0."""
     mine = split.take(documents)  # [B, 2 c]
-    found = [triangle_bounds(mine)]
     chunk = split.chunk_len
-    for step in range(1, split.ranks):
-        source = (split.rank - step) % split.ranks
-        early, late = split.starts_of(source)
-        is_earlier = source < split.rank
-        first_row = 0 if is_earlier else chunk
-        begin = mine[:, first_row]  # [B], of the document that may reach back into the block
-        rows = (mine[:, first_row:] == begin[:, None]).sum(1)
-        keys = (early + chunk - begin).clamp(0, chunk)
-        if not is_earlier:
-            keys = keys + (late + chunk - begin).clamp(0, chunk)
-        last_key = chunk if is_earlier else 2 * chunk
-        found.append(_rectangles(first_row, rows, last_key, keys, 2 * chunk))
-    return found
+    source = (split.rank - step) % split.ranks
+    early, late = split.starts_of(source)
+    is_earlier = source < split.rank
+    first_row = 0 if is_earlier else chunk
+    begin = mine[:, first_row]  # [B], of the document that may reach back into the block
+    rows = (mine[:, first_row:] == begin[:, None]).sum(1)
+    keys = (early + chunk - begin).clamp(0, chunk)
+    if not is_earlier:
+        keys = keys + (late + chunk - begin).clamp(0, chunk)
+    last_key = chunk if is_earlier else 2 * chunk
+    return _rectangles(first_row, rows, last_key, keys, 2 * chunk)
 
 
 def _rectangles(first_row: int, rows: Tensor, last_key: int, keys: Tensor, length: int) -> Bounds:

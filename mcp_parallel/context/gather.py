@@ -1,6 +1,7 @@
 """All-gather attention: every rank takes all keys and values once, and attends with its own rows.
 
-Each chunk of rows is one call of the kernel, over the keys up to its end. Backward gathers the keys
+Causal, each chunk of rows is one call of the kernel, over the keys up to its end; where every row
+sees every key, all rows are one call. Backward gathers the keys
 again, so that they don't wait for it in memory, and sums their gradients where each key lives.
 
 Source: Llama 3 (2024), section 3.3.2. Cost: bytes as the ring's, in one collective that no work
@@ -26,8 +27,13 @@ from mcp_parallel.context.block import (
 from mcp_parallel.context.split import Split
 
 
-def _calls(split: Split, bounds: Sequence[Bounds]) -> Iterator[tuple[slice, slice, Bounds | None]]:
-    """(rows of this rank, keys of the sequence, bounds) of each call; causal, all of them."""
+def _calls(
+    split: Split, bounds: Sequence[Bounds], causal: bool
+) -> Iterator[tuple[slice, slice, Bounds | None]]:
+    """(rows of this rank, keys of the sequence, bounds) of each call."""
+    if not causal:
+        yield slice(None), slice(None), None
+        return
     chunk = split.chunk_len
     for index, start in enumerate(split.starts):
         rows = slice(index * chunk, (index + 1) * chunk)
@@ -44,8 +50,10 @@ def gather_forward(
     split: Split,
     group: dist.ProcessGroup,
     bounds: Sequence[Bounds] = (),
+    *,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's rows of causal attention over the whole sequence; collective over ``group``.
+    """This rank's rows of attention over the whole sequence; collective over ``group``.
 
     Arguments and results are those of ``ring.ring_forward``, ``bounds`` those of
     ``documents.gather_bounds``.
@@ -53,8 +61,8 @@ def gather_forward(
     keys, values = (split.order(gather(t.contiguous(), group, 1)) for t in (k, v))
     outs, lses = zip(
         *(
-            attend_block(q[:, rows], keys[:, seen], values[:, seen], causal=True, bounds=of_chunk)
-            for rows, seen, of_chunk in _calls(split, bounds)
+            attend_block(q[:, rows], keys[:, seen], values[:, seen], causal=causal, bounds=of_chunk)
+            for rows, seen, of_chunk in _calls(split, bounds, causal)
         ),
         strict=True,
     )
@@ -67,6 +75,8 @@ def gather_backward(
     split: Split,
     group: dist.ProcessGroup,
     bounds: Sequence[Bounds] = (),
+    *,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of ``gather_forward``; arguments are those of ``ring_backward``."""
     q, k, v, out, lse = saved
@@ -74,13 +84,13 @@ def gather_backward(
     keys, values = (split.order(gather(t.contiguous(), group, 1)) for t in (k, v))
     dk, dv = (torch.zeros_like(t, dtype=lse.dtype) for t in (keys, values))
     dqs = []
-    for rows, seen, of_chunk in _calls(split, bounds):
+    for rows, seen, of_chunk in _calls(split, bounds, causal):
         dq, part_dk, part_dv = attend_block_backward(
             q[:, rows],
             keys[:, seen],
             values[:, seen],
             results.of_rows(rows),
-            causal=True,
+            causal=causal,
             bounds=of_chunk,
         )
         dqs.append(dq)

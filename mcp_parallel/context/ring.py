@@ -9,12 +9,17 @@ With the causal split (``split.py``) a step costs every rank the same: of an ear
 only the early chunk is seen, by both chunks of rows; of a later rank's both chunks are seen, by
 the late chunk of rows. What nobody sees is not computed.
 
+Where attention stays within documents most ranks need no keys of most others, and every rank knows
+who does. A block then goes from its owner straight to those that see it, at the same steps, and its
+gradients come straight back: what nobody sees is not sent.
+
 Beside its own keys, which wait for backward anyway, a rank holds two blocks at most, the one at
 hand and the one that arrives, however many ranks there are.
 
 Source: Liu et al., "Ring Attention with Blockwise Transformers" (2023).
 Cost: W - 1 times the bytes of a rank's keys and values forward; backward as much again, and W
-times their gradients.
+times their gradients. With documents, a block for each pair of ranks that share one, forward, and
+backward the block and its gradients.
 Letters: W = ranks; others as in ``block.py``.
 """
 
@@ -34,6 +39,7 @@ from mcp_parallel.context.block import (
     attend_block_backward,
     results_of,
 )
+from mcp_parallel.context.documents import RingDocuments
 from mcp_parallel.context.split import Split
 
 
@@ -46,66 +52,110 @@ class Step(NamedTuple):
     bounds: Bounds | None
 
 
-def steps_of(split: Split, bounds: Sequence[Bounds] = ()) -> Iterator[Step | None]:
+def steps_of(
+    split: Split, bounds: Sequence[Bounds] = (), *, causal: bool = True
+) -> Iterator[Step | None]:
     """What this rank does at each step; None where no row sees a key of the block.
 
     Args:
         split: this rank's.
         bounds: of documents (``documents.ring_bounds``), or none.
+        causal: a row sees no later key; documents are of causal attention alone.
     """
     chunk, every = split.chunk_len, slice(None)
     for index in range(split.ranks):
-        causal = index == 0
+        is_own = index == 0
         if bounds:
             of_step = bounds[index]
-            yield Step(every, every, causal, of_step) if len(of_step.rows) > 1 else None
-        elif causal:
+            yield Step(every, every, is_own, of_step) if len(of_step.rows) > 1 else None
+        elif is_own or not causal:
             yield Step(every, every, causal, None)
         elif index <= split.rank:  # the keys of an earlier rank
-            yield Step(every, slice(chunk), causal, None)
+            yield Step(every, slice(chunk), False, None)
         else:
-            yield Step(slice(chunk, None), every, causal, None)
-
-
-class _Ring:
-    """Sends to the next rank of a group and receives from the one before."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._next = (group.rank() + 1) % group.size()
-        self._previous = (group.rank() - 1) % group.size()
-
-    def start(self, sent: Tensor) -> _Pending:
-        """Begin to hand ``sent`` on; it must not change until ``finish``."""
-        if self._group.size() == 1:
-            return _Pending(sent, [])
-        arriving = torch.empty_like(sent)
-        if sent.is_cpu:  # what c10d's own functions do, without their 0.2 ms of Python
-            works = [
-                self._group.send([sent], self._next, 0),
-                self._group.recv([arriving], self._previous, 0),
-            ]
-            return _Pending(arriving, works)
-        # NCCL must be told of both in one call, or each would wait for the other.
-        peers = [dist.get_global_rank(self._group, r) for r in (self._next, self._previous)]
-        messages = [
-            dist.P2POp(dist.isend, sent, peers[0], self._group),
-            dist.P2POp(dist.irecv, arriving, peers[1], self._group),
-        ]
-        return _Pending(arriving, dist.batch_isend_irecv(messages))
+            yield Step(slice(chunk, None), every, False, None)
 
 
 class _Pending(NamedTuple):
-    """A message on its way."""
+    """Messages on their way."""
 
-    arriving: Tensor
+    arriving: Tensor | None
     works: list[dist.Work]
 
-    def finish(self) -> Tensor:
-        """What arrived."""
+    def finish(self) -> Tensor | None:
+        """What arrived, once it has, and what was sent may change again."""
         for work in self.works:
             work.wait()
         return self.arriving
+
+
+class _Routes:
+    """Who sends what to whom at each step.
+
+    Of two messages from one rank to another the receiver expects first what was sent first: both
+    sides start the same messages at the same steps, keys before gradients.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, split: Split, documents: RingDocuments | tuple[()]
+    ) -> None:
+        self._group, self._split = group, split
+        self.is_direct = bool(documents)
+        if documents:
+            self._sees = [len(bounds.rows) > 1 for bounds in documents.bounds]
+            self._is_wanted = documents.is_wanted
+
+    def keys(self, sent: Tensor, step: int) -> _Pending | None:
+        """Begin to get the block of ``step``.
+
+        Args:
+            sent: the block at hand, or where blocks go straight to who sees them this rank's own;
+                kept alive and unchanged until ``finish``.
+            step: the one to come; None is the result after the last.
+        """
+        if step == self._split.ranks:
+            return None
+        if not self.is_direct:
+            return self._start(sent, 1, -1)
+        return self._start(
+            sent, step if self._is_wanted[step] else None, -step if self._sees[step] else None
+        )
+
+    def onward(self, grads: Tensor) -> _Pending:
+        """Begin to hand the gradients of the block at hand on, and to get the next block's."""
+        return self._start(grads, 1, -1)
+
+    def home(self, grads: Tensor, step: int) -> _Pending:
+        """Begin to send the gradients of the block of ``step`` to its owner, and to get one's own.
+
+        ``grads`` is sent only where this rank saw a key of the block.
+        """
+        return self._start(
+            grads, -step if self._sees[step] else None, step if self._is_wanted[step] else None
+        )
+
+    def _start(self, sent: Tensor, to: int | None, source: int | None) -> _Pending:
+        """Send to the rank ``to`` places on, receive from that at ``source``; None is nobody."""
+        ranks, rank = self._split.ranks, self._split.rank
+        if ranks == 1:
+            return _Pending(sent, [])
+        arriving = None if source is None else torch.empty_like(sent)
+        messages = [(dist.isend, sent, to), (dist.irecv, arriving, source)]
+        chosen = [(op, t, (rank + at) % ranks) for op, t, at in messages if t is not None and at]
+        if sent.is_cpu:  # what c10d's own functions do, without their 0.2 ms of Python
+            works = [
+                self._group.send([t], peer, 0)
+                if op is dist.isend
+                else self._group.recv([t], peer, 0)
+                for op, t, peer in chosen
+            ]
+            return _Pending(arriving, works)
+        # NCCL must be told of both in one call, or each would wait for the other.
+        batch = [
+            dist.P2POp(op, t, dist.get_global_rank(self._group, peer), self._group)
+            for op, t, peer in chosen
+        ]
+        return _Pending(arriving, dist.batch_isend_irecv(batch) if batch else [])
 
 
 def ring_forward(
@@ -114,9 +164,11 @@ def ring_forward(
     v: Tensor,
     split: Split,
     group: dist.ProcessGroup,
-    bounds: Sequence[Bounds] = (),
+    documents: RingDocuments | tuple[()] = (),
+    *,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's rows of causal attention over the whole sequence; collective over ``group``.
+    """This rank's rows of attention over the whole sequence; collective over ``group``.
 
     Args:
         q: ``[B, 2 chunk, H, K]``.
@@ -124,18 +176,21 @@ def ring_forward(
         v: as k.
         split: this rank's.
         group: the ranks that share the sequence, in the order of ``split``.
-        bounds: of documents, or none.
+        documents: who meets whom, or nothing.
+        causal: a row sees no later key.
 
     Returns:
         ``(out [B, 2 chunk, H, K], lse [B, H, 2 chunk])``.
     """
-    ring = _Ring(group)
-    held = torch.stack([k, v])  # one message a step
+    routes = _Routes(group, split, documents)
+    held: Tensor | None = torch.stack([k, v])  # one message a step
+    own = held if routes.is_direct else None
     total: Tensor | None = None
     lse: Tensor | None = None
-    for index, step in enumerate(steps_of(split, bounds)):
-        pending = ring.start(held) if index + 1 < split.ranks else None
+    for index, step in enumerate(steps_of(split, _bounds(documents), causal=causal)):
+        pending = routes.keys(_sent(own, held), index + 1)
         if step is not None:
+            assert held is not None, "what is seen was sent"
             keys, values = held[:, :, step.keys]
             part, part_lse = attend_block(
                 q[:, step.rows], keys, values, causal=step.causal, bounds=step.bounds
@@ -151,6 +206,17 @@ def ring_forward(
     return total.to(q.dtype), lse
 
 
+def _sent(own: Tensor | None, held: Tensor | None) -> Tensor:
+    """What a rank sends to others: its own block where they ask for it, else the one at hand."""
+    sent = held if own is None else own
+    assert sent is not None, "on the ring every block arrives"
+    return sent
+
+
+def _bounds(documents: RingDocuments | tuple[()]) -> Sequence[Bounds]:
+    return documents.bounds if documents else ()
+
+
 def _merge(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Join a part into ``total`` and ``lse``, in place."""
     merged, merged_lse = merge_attention([total, part], [lse, part_lse])
@@ -163,7 +229,9 @@ def ring_backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     split: Split,
     group: dist.ProcessGroup,
-    bounds: Sequence[Bounds] = (),
+    documents: RingDocuments | tuple[()] = (),
+    *,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq, dk, dv) of ``ring_forward``; collective over ``group``.
 
@@ -172,31 +240,92 @@ def ring_backward(
         saved: (q, k, v, out, lse) of the forward.
         split: as there.
         group: as there.
-        bounds: as there.
+        documents: as there.
+        causal: as there.
     """
     q, k, v, out, lse = saved
-    ring, results = _Ring(group), results_of(dout, out, lse)
-    held = torch.stack([k, v])
-    dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-    behind: _Pending | None = None
-    for index, step in enumerate(steps_of(split, bounds)):
-        ahead = ring.start(held) if index + 1 < split.ranks else None
+    routes, results = _Routes(group, split, documents), results_of(dout, out, lse)
+    held: Tensor | None = torch.stack([k, v])
+    own = held if routes.is_direct else None
+    sums = _DirectSums(routes) if routes.is_direct else _TravellingSums(routes)
+    shape, dtype = held.shape, lse.dtype
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    for index, step in enumerate(steps_of(split, _bounds(documents), causal=causal)):
+        ahead = routes.keys(_sent(own, held), index + 1)
         found: tuple[Tensor, ...] | None = None
         if step is not None:
+            assert held is not None, "what is seen was sent"
             rows = results.of_rows(step.rows)
             keys, values = held[:, :, step.keys]
             found = attend_block_backward(
                 q[:, step.rows], keys, values, rows, causal=step.causal, bounds=step.bounds
             )
             dq[:, step.rows] += found[0]
-        # Of the block at hand, from all ranks that had it before.
-        grads = torch.zeros_like(held, dtype=lse.dtype) if behind is None else behind.finish()
+        grads = sums.of_block(index)
+        if grads is None:
+            grads = torch.zeros(shape, dtype=dtype, device=q.device)
         if step is not None and found is not None:
             for total, part in zip(grads, found[1:], strict=True):
                 total[:, step.keys] += part
-        behind = ring.start(grads)
+        sums.give(grads, index)
         if ahead is not None:
             held = ahead.finish()
-    assert behind is not None
-    dk, dv = behind.finish()
+    dk, dv = sums.own()
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+class _TravellingSums:
+    """With each block travels the sum of its gradients, from all ranks that had it before."""
+
+    def __init__(self, routes: _Routes) -> None:
+        self._routes = routes
+        self._behind: _Pending | None = None
+
+    def of_block(self, step: int) -> Tensor | None:
+        """The sum so far of the block of ``step``; None where it begins here."""
+        del step
+        return None if self._behind is None else self._behind.finish()
+
+    def give(self, grads: Tensor, step: int) -> None:
+        """Hand it on."""
+        del step
+        self._behind = self._routes.onward(grads)
+
+    def own(self) -> Tensor:
+        """The sum of this rank's own block, ``[2, B, 2 chunk, N, K]``."""
+        grads = None if self._behind is None else self._behind.finish()
+        assert grads is not None, "it went all the way round"
+        return grads
+
+
+class _DirectSums:
+    """Gradients come straight back from each rank that saw the block, and are summed here."""
+
+    def __init__(self, routes: _Routes) -> None:
+        self._routes = routes
+        self._total: Tensor | None = None
+        self._behind: _Pending | None = None
+
+    def of_block(self, step: int) -> Tensor | None:
+        """What this rank adds to the block of ``step`` begins here."""
+
+    def give(self, grads: Tensor, step: int) -> None:
+        """Send it home."""
+        if step == 0:
+            self._total = grads
+            return
+        self._take()
+        self._behind = self._routes.home(grads, step)
+
+    def _take(self) -> None:
+        arrived = None if self._behind is None else self._behind.finish()
+        self._behind = None
+        if arrived is not None:
+            assert self._total is not None
+            self._total += arrived
+
+    def own(self) -> Tensor:
+        """As ``_TravellingSums.own``."""
+        self._take()
+        assert self._total is not None
+        return self._total

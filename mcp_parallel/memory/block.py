@@ -270,7 +270,9 @@ class BlockPass:
         d_x = self._new(elements)
         give("attn_norm" if number == "1" else "ffn_norm", s.hidden)
         ledger.drop(d_y, x)
-        if number == "2":  # the norm's operation adds the other gradient itself
+        # The second norm adds the other gradient itself; otherwise one is added to the other in
+        # place, unless the gradient of a weight that comes later is made of it as it is.
+        if number == "2" or d_residual.holders > 1:
             d_residual, d_x = d_x, d_residual
         ledger.drop(d_x)
         self._forget(name, f"scale{number}")

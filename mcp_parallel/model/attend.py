@@ -1,4 +1,4 @@
-"""Causal attention as a block calls it: over the whole sequence here, over a shared one elsewhere.
+"""Attention as a block calls it: over the whole sequence here, over a shared one elsewhere.
 
 Attention may stay within documents: a row then sees the keys of its own document alone. Positions
 go on through them, as in Llama 3: rotary attention depends on distances, and within a document
@@ -17,7 +17,7 @@ from mcp_parallel.context.documents import triangle_bounds
 
 
 class Attend(Protocol):
-    """Causal grouped-query attention of the rows that a rank holds."""
+    """Grouped-query attention of the rows that a rank holds."""
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -40,9 +40,16 @@ class Attend(Protocol):
 
 
 class WholeSequence:
-    """This rank holds all rows and keys of its sequences."""
+    """This rank holds all rows and keys of its sequences.
+
+    Args:
+        causal: a row sees no later key. Documents are of causal attention alone.
+    """
 
     starts = (0,)
+
+    def __init__(self, *, causal: bool = True) -> None:
+        self.causal = causal
 
     def plan(self, documents: Tensor, device: torch.device) -> tuple[Tensor, ...]:
         """Where documents end, in the batch laid end to end."""
@@ -53,7 +60,7 @@ class WholeSequence:
     ) -> Tensor:
         """Attend over each sequence, or over each document."""
         if not documents:
-            return flash_attn_func(q, k, v, causal=True)
+            return flash_attn_func(q, k, v, causal=self.causal)
         [ends] = documents
         flat = [t.flatten(0, 1) for t in (q, k, v)]
         out = flash_attn_varlen_func(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mcp_kernels import add_rms_norm, rms_norm, swiglu
 from mcp_kernels.nn import apply_linears
@@ -112,13 +113,10 @@ class LlamaStage(StageModel):
             assert self.head is not None
             self.head.weight = self.embed.weight
 
-    def attend_with(self, attend: Attend) -> None:
-        """Run attention of every block by ``attend``."""
+    def share_sequence(self, attend: Attend, group: ProcessGroup) -> None:
+        """See ``StageModel.share_sequence``."""
+        super().share_sequence(attend, group)
         self.attend = attend
-        for block in self.blocks.values():
-            assert isinstance(block, Block)
-            assert isinstance(block.attn, Attention)
-            block.attn.attend = attend
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
         """This rank's part of the sequence through the stage.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mcp_parallel.layout import split_dim
+from mcp_parallel.model.attend import Attend
 from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.remat import Remat, recomputable, remember_if_recomputable
 
@@ -74,6 +75,21 @@ class StageModel(nn.Module):
     """Logits are one bias-free linear layer ``head`` of what ``forward`` gives without it."""
     leaves_head: bool = False
     """``forward`` ends before the head, which the loss then applies without making logits."""
+
+    causal: bool = True
+    """A position sees none that come after it."""
+
+    def share_sequence(self, attend: Attend, group: ProcessGroup) -> None:
+        """Hold a part of each sequence from the first layer on.
+
+        Args:
+            attend: attention of every block, over the whole sequence.
+            group: the ranks that share it.
+        """
+        del group
+        for block in self.blocks.values():
+            assert isinstance(block, Block)
+            block.attn.attend = attend  # pyright: ignore[reportArgumentType]
 
     def run_blocks(self, x: Tensor, *side: Any) -> Tensor:
         """All blocks in order, ``side`` to each; ``[B, S', D] -> [B, S', D]``."""

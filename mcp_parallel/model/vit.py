@@ -16,11 +16,13 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import gelu, linear
 
-from mcp_kernels import all_reduce, flash_attn_func
+from mcp_kernels import all_reduce, copy_to_group
 from mcp_kernels.nn import apply_linears
 from mcp_parallel.config import ModelConfig
+from mcp_parallel.model.attend import Attend, WholeSequence
 from mcp_parallel.model.init import onto_residual
 from mcp_parallel.model.remat import recomputable
 from mcp_parallel.model.stage import Block, SharesSequence, StageModel
@@ -33,6 +35,9 @@ class PatchEmbedding(SharesSequence):
     parallelism a rank embeds its own patches alone.
     """
 
+    starts: tuple[int, ...] = (0,)
+    """Position of the first patch of each of the equal chunks that this rank is given."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.hidden_size, patch_values(config)))
@@ -43,7 +48,13 @@ class PatchEmbedding(SharesSequence):
         """``[B, S, P] -> [B, S', D]``."""
         here = self.own_part(patches.shape[1])
         x = patches[:, here].to(self.weight.dtype)
-        return linear(x, self.weight, self.bias) + self.positions[here]
+        return linear(x, self.weight, self.bias) + self._own_positions(patches.shape[1])[here]
+
+    def _own_positions(self, length: int) -> Tensor:
+        """Vectors of the patches that this rank is given, in their order."""
+        chunk = length // len(self.starts)
+        parts = [self.positions[start : start + chunk] for start in self.starts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Attention(nn.Module):
@@ -52,6 +63,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_heads
+        self.attend: Attend = WholeSequence(causal=False)
         kv_size = config.num_kv_heads * self.head_size
         self.wq = nn.Linear(config.hidden_size, config.hidden_size)
         # A bias of the keys adds the same to every score of a query, which softmax takes out again:
@@ -64,7 +76,7 @@ class Attention(nn.Module):
         """Attend over all patches with this rank's heads."""
         q, k, v = apply_linears(x, [self.wq, self.wk, self.wv])  # [B, S, H * K] each
         q, k, v = (t.unflatten(-1, (-1, self.head_size)) for t in (q, k, v))  # [B, S, H, K]
-        return self.wo(flash_attn_func(q, k, v).flatten(2))
+        return self.wo(self.attend(q, k, v).flatten(2))
 
 
 class FeedForward(nn.Module):
@@ -83,6 +95,9 @@ class FeedForward(nn.Module):
 class MeanPool(SharesSequence):
     """Mean over all positions, the same on every rank; ``[B, S', D] -> [B, D]``."""
 
+    context_group: ProcessGroup | None = None
+    """The ranks that share each sequence from the first layer on; None where there are none."""
+
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.seq_len = config.seq_len
@@ -90,7 +105,13 @@ class MeanPool(SharesSequence):
     def forward(self, x: Tensor) -> Tensor:
         """Sum this rank's part, and then the ranks' sums."""
         mean = x.sum(1) / self.seq_len
-        return mean if self.sequence_group is None else all_reduce(mean, group=self.sequence_group)
+        if self.sequence_group is not None:
+            mean = all_reduce(mean, group=self.sequence_group)
+        if self.context_group is None:
+            return mean
+        # Each of these ranks has a loss of its own, and the mean's gradient is the sum of theirs.
+        mean = all_reduce(mean, group=self.context_group)
+        return copy_to_group(mean, group=self.context_group)
 
 
 def _norm(config: ModelConfig) -> nn.LayerNorm:
@@ -105,6 +126,7 @@ class VitStage(StageModel):
     """Blocks ``layers`` of the model, with the patch embedding and the head where it has them."""
 
     whole_input = frozenset({"head"})
+    causal = False
 
     def __init__(
         self, config: ModelConfig, layers: range, *, has_embedding: bool, has_head: bool
@@ -115,6 +137,13 @@ class VitStage(StageModel):
         self.norm = _norm(config) if has_head else None
         self.pool = MeanPool(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size) if has_head else None
+
+    def share_sequence(self, attend: Attend, group: ProcessGroup) -> None:
+        """See ``StageModel.share_sequence``."""
+        super().share_sequence(attend, group)
+        self.pool.context_group = group
+        if self.patches is not None:
+            self.patches.starts = attend.starts
 
     def forward(self, x: Tensor) -> Tensor:
         """Patches ``[B, S, P]`` (first stage) or activations ``[B, S', D]`` in; logits ``[B, C]``

@@ -18,18 +18,20 @@ def context_problems(config: Config) -> Iterator[Problem]:
     seq_len, cp = config.model.seq_len, config.parallel.cp
     if cp == 1 or seq_len % (2 * cp) == 0:
         return
-    legal = [1, *(degree for degree in divisors(seq_len) if seq_len % (2 * degree) == 0)]
+    legal = {1, *(degree for degree in divisors(seq_len) if seq_len % (2 * degree) == 0)}
+    degrees = ways("parallel.cp", nearest(legal, cp), 3)
+    lengths = ways(
+        "model.seq_len",
+        nearest_multiples(2 * cp, seq_len, 1, int(BOUNDS["model.seq_len"].high)),
+        2,
+    )
     yield Problem(
         "seq_len over cp",
         "model.seq_len",
         f"be a multiple of 2 * cp = {2 * cp}",
         str(seq_len),
-        ways(
-            "model.seq_len",
-            nearest_multiples(2 * cp, seq_len, 1, int(BOUNDS["model.seq_len"].high)),
-            2,
-        )
-        + ways("parallel.cp", nearest(set(legal), cp), 1),
+        # The number of an image's patches follows from its size.
+        degrees if config.model.family == "vit" else lengths + degrees[:1],
     )
 
 

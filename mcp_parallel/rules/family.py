@@ -41,14 +41,6 @@ def _vit_problems(config: Config) -> Iterator[Problem]:
             "true",
             ({"model.tie_embeddings": False},),
         )
-    if config.parallel.cp > 1:
-        yield Problem(
-            "cp of vit",
-            "parallel.cp",
-            "be 1 with family vit (its sequences are short, and every patch attends to all)",
-            str(config.parallel.cp),
-            ({"parallel.cp": 1},),
-        )
     for name in ("fp32_embedding_steps", "fp32_embedding_switch_steps"):
         key = f"train.{name}"
         if value_of(config, key):
