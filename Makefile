@@ -2,7 +2,9 @@
 #
 # TORCH is what is installed where no torch is there; point it at a CPU wheel where one is at hand:
 #   make train TORCH=./torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl
+# WORKERS is how many processes share out the files of the tests; 0 is one after the other.
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -24,7 +26,7 @@ train: $(NEEDS)
 	$(BIN)/mcp-parallel generate "$$run_dir" --prompt "def " --max-new-tokens 200
 
 test: $(NEEDS_DEV) .venv/.browser
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-slow: $(NEEDS_DEV)
 	$(BIN)/python -m pytest -m slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import sysconfig
 from pathlib import Path
@@ -148,6 +149,7 @@ class NativeBuild:
         command = [
             *(self.compiler or []),
             *CXX_FLAGS,
+            *shlex.split(os.environ.get("MCP_CXX_FLAGS", "")),
             *werror,
             *flags,
             f"-I{self.csrc}",

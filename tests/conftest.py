@@ -23,6 +23,20 @@ with warnings.catch_warnings():
 
 torch.set_num_threads(1)
 
+# Files in which a core is busy for longest (some 20 seconds and more), longest first.
+LONG_FILES = (
+    *("parity", "build", "cuda_compile", "triton_flash_attn_backward", "triton_cubin", "cli"),
+    *("memory", "snapshot", "evaluate", "shm_faults", "readme", "triton_matmul_all_reduce"),
+    *("triton_flash_attn_decode", "triton_onebit_compress", "split_backward", "bitwise"),
+)
+
+
+def pytest_collection_modifyitems(items):
+    """Long files first: workers that share out files then end at about the same time."""
+    places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
 
 @pytest.fixture
 def poisoned_memory():

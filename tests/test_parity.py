@@ -30,6 +30,9 @@ MUTATIONS = {
     "chunks in the order of ranks": ("cp2 all_gather", "loss_diff"),
     "parts joined without their weights": ("documents cp2", "loss_diff"),
     "key gradients kept by the rank that made them": ("cp2", "update_diff"),
+    "key gradients of a document forgotten": ("documents cp2", "update_diff"),
+    "the mean's gradient not summed over cp": ("vit cp2", "update_diff"),
+    "the same positions on every rank of cp": ("vit cp2", "loss_diff"),
     "moments not restored": ("resume zero3 to tp2", "update_diff"),
     "replicas not summed": ("hsdp2x2 zero3", "grad_norm_diff"),
 }
@@ -45,6 +48,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.data.corpus import open_corpus
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.layout import Layout
+from mcp_parallel.model import vit
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.optim import adamw
 from mcp_parallel.parallel import gradients, parallelize
@@ -72,14 +76,19 @@ class NoSum(gradients.GradientBuckets):
     def _launch(self):
         self._works.append(mock.Mock())
 
-def own_gradients(dout, saved, split, group, bounds=()):
+def own_gradients(dout, saved, split, group, documents=(), *, causal=True):
     q, k, v, out, lse = saved
     results = block.results_of(dout, out, lse)
-    step = next(iter(ring.steps_of(split, bounds)))
+    step = next(iter(ring.steps_of(split)))
     return block.attend_block_backward(q, k, v, results, causal=True, bounds=step.bounds)
 
 def joined_by_halves(total, lse, part, part_lse):
     total.add_(part).div_(2)
+
+def arrived_and_forgotten(self):
+    if self._behind is not None:
+        self._behind.finish()
+    self._behind = None
 
 def in_order(self, gathered):
     return gathered
@@ -105,6 +114,10 @@ MUTANTS = {
     "parts joined without their weights": (ring, "_merge", joined_by_halves),
     "key gradients kept by the rank that made them": (
         attention, "_BACKWARD", {"ring": own_gradients}),
+    "key gradients of a document forgotten": (ring._DirectSums, "_take", arrived_and_forgotten),
+    "the mean's gradient not summed over cp": (vit, "copy_to_group", lambda x, group: x),
+    "the same positions on every rank of cp": (vit.PatchEmbedding, "_own_positions",
+        lambda self, length: self.positions[:length]),
 }
 MUTANTS |= {
     "moments not restored": (adamw.AdamW, "chunks_to_load", lambda self, manifest: []),
