@@ -99,7 +99,7 @@ def test_figures_are_those_of_their_definition(alone):
         inputs, targets = source.batch(index, step.rows())
         step(torch.from_numpy(inputs), torch.from_numpy(targets), config.train.lr)
     batches = list(validation_batches(source, config, step.rows()))
-    patches = torch.cat([torch.from_numpy(inputs) for inputs, _ in batches])[:359]
+    patches = torch.cat([torch.from_numpy(batch.inputs) for batch in batches])[:359]
     labels = torch.from_numpy(data.validation.labels)
     logits = step.stages[0].model(patches)
     right = (logits.argmax(1) == labels).double().mean().item()

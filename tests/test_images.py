@@ -108,7 +108,7 @@ def test_validation_is_each_held_out_image_once(dp):
     seen_images, seen_labels = [], []
     for rank in range(dp):
         rows = range(rank * share, (rank + 1) * share)
-        for patches, labels in validation_batches(source, config, rows):
+        for patches, labels, _ in validation_batches(source, config, rows):
             assert len(labels) == share
             seen_images.append(patches[labels >= 0])
             seen_labels.append(labels[labels >= 0])
