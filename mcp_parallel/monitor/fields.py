@@ -8,8 +8,8 @@ and not there otherwise; a number that is not finite is null. Kinds of values:
     layers  an object, layer name -> figure, in the order of the model: ``embed`` (``patches``),
             ``blocks.0`` ..., ``norm``, ``head``; a tied head counts as ``embed``
 
-TensorBoard has the same: ``train/<field>`` for a number, ``<field>/<layer>`` and
-``<field>/rank_<n>`` for the others, and verdicts as texts. No torch.
+TensorBoard has the same: ``train/<field>`` for a number, ``<field>/<layer>``, ``<field>/min``,
+``median`` and ``max`` over ranks, and verdicts as texts. No torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ FIELDS: dict[str, Field] = {
     ),
     "bubble": Field("number", "", "every", "idle part of a pipeline, mean over its ranks"),
     "compute_s_by_rank": Field(
-        "ranks", "s", "every", "time of the step that each rank spent on its own work; on CPUs"
+        "ranks",
+        "s",
+        "every",
+        "time of the step that each rank spent on its own work; on CPUs; sampled above 64 ranks",
     ),
     "data_wait_share": Field(
         "number", "", "every", "part of the step in which rank 0 waited for its batch, 0 to 1"

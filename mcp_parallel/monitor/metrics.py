@@ -70,8 +70,12 @@ def _curves(name: str, value: Any) -> Iterator[tuple[str, float]]:
             (f"{name}/{key}", number) for key, number in value.items() if _is_number(number)
         )
     elif isinstance(value, list):
-        ranks = enumerate(value)
-        yield from ((f"{name}/rank_{rank}", number) for rank, number in ranks if _is_number(number))
+        # One curve a rank would be thousands on a cluster.
+        numbers = sorted(number for number in value if _is_number(number))
+        if numbers:
+            yield f"{name}/min", numbers[0]
+            yield f"{name}/median", numbers[len(numbers) // 2]
+            yield f"{name}/max", numbers[-1]
 
 
 def _is_number(value: Any) -> bool:

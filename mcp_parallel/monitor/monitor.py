@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from mcp_parallel.step import StepResult
 
 
+# A thousand ranks' times in each step's line would be gigabytes in a long run.
+_MOST_RANKS = 64
+
+
 class Monitor:
     """Records the steps of a run; does nothing on ranks that are not ``is_main``.
 
@@ -214,7 +218,7 @@ def _fields_of(result: StepResult) -> dict[str, Any]:
     if result.bubbles is not None:
         found["bubble"] = sum(result.bubbles) / len(result.bubbles)
         found["bubble_by_rank"] = list(result.bubbles)
-    if result.own_s is not None:
+    if result.own_s is not None and (len(result.own_s) <= _MOST_RANKS or result.health is not None):
         found["compute_s_by_rank"] = list(result.own_s)
     if result.health is not None:
         found |= result.health.fields()
