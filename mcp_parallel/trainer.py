@@ -18,6 +18,7 @@ from mcp_parallel.data.source import Data, open_data, source_of
 from mcp_parallel.errors import DIVERGED, OK, STOPPED
 from mcp_parallel.evaluate import Evaluator
 from mcp_parallel.launch.context import RankContext
+from mcp_parallel.launch.variables import own_cuts
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.monitor import Monitor
 from mcp_parallel.monitor.nonfinite import explain
@@ -61,7 +62,7 @@ class Trainer:
         profile_steps: int = 0,
     ) -> None:
         self.context = context or _lone_rank()
-        check(config, self.context.world_size)
+        check(config, self.context.world_size, own_cuts())
         mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
         assert mesh is not None
         self.config = config = settle(config, mesh, Path(run_dir))

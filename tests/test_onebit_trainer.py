@@ -221,6 +221,34 @@ def test_resume_at_the_same_layout_is_bit_exact(ranks, tmp_path, layout, stop):
         assert all(torch.equal(params[name], wanted[name]) for name in wanted)
 
 
+def save_what_was_watched(rank, world, folder, layout):
+    """Train under the automatic switch, save; this rank's place and what its rule has seen."""
+    step = make_step(layout, freeze=None)
+    advance(step, 0, 20)  # the rule looks at each twentieth
+    save_step(Path(folder), 20, step)
+    return watched(step)
+
+
+def load_what_was_watched(rank, world, folder, layout):
+    step = make_step(layout, freeze=None)
+    assert load_step(Path(folder) / "checkpoints" / "step_00000020", step) == 20
+    return watched(step)
+
+
+def watched(step):
+    rule = step.optimizer.adam._rule
+    place = step.mesh.coordinate
+    return (place.pp, place.dp, place.tp), (rule.vote, list(rule.norms), list(rule.rates))
+
+
+def test_what_the_switch_has_seen_goes_to_its_place_in_the_other_order_of_ranks(ranks, tmp_path):
+    old = Layout(dp=2, pp=2)
+    new = replace(old, rank_order="pp-dp-cp-tp")
+    saved = dict(ranks.run(save_what_was_watched, str(tmp_path), old))
+    assert len({str(seen) for _, seen in sorted(saved.items())}) > 1  # stages see different norms
+    assert dict(ranks.run(load_what_was_watched, str(tmp_path), new)) == saved
+
+
 @pytest.mark.slow
 def test_resume_under_the_automatic_switch(ranks, tmp_path):
     """What the rule has seen comes along, so the switch is at the step where it would have been."""

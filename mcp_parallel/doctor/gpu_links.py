@@ -142,7 +142,7 @@ def link_findings(text: str | None) -> Iterator[Finding]:
             f"NUMA nodes {each}",
             wanted="each rank's threads and memory on the node of its GPU",
             why="copies to a GPU of the other socket take half of the speed or less",
-            how="start torchrun with --numa-binding node, as `mcp-parallel launch` does",
+            how="start torchrun with --numa-binding node, as `mcp-parallel launch --numa` does",
         )
 
 
