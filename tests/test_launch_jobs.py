@@ -290,11 +290,15 @@ def test_a_layout_of_a_plan_becomes_the_job(capsys, tmp_path):
     second = {**first, "dp": 2, "tp": 2, "pp": 1, "zero": 1, "micro_batch_size": 2}
     second |= {"virtual_stages": 1, "activation_checkpointing": "full"}
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"layouts": [first, second], "refused": []}))
+    job = {"ranks": 4, "global_batch_size": 32, "seq_len": 64, "precision": "bf16"}
+    plan.write_text(json.dumps({"job": job, "layouts": [first, second], "refused": []}))
     flags = ["launch", "slurm", "--gpus-per-node", "4", "--plan", str(plan), "--json"]
     assert main(flags) == OK
-    parallel = json.loads(capsys.readouterr().out)["config"]["parallel"]
+    config = json.loads(capsys.readouterr().out)["config"]
+    parallel, train = config["parallel"], config["train"]
     assert (parallel["dp"], parallel["tp"], parallel["pp"]) == (1, 2, 2)
+    assert (train["global_batch_size"], train["precision"]) == (32, "bf16")
+    assert config["model"]["seq_len"] == 64
     assert main([*flags, "--plan-row", "2"]) == OK
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["parallel"]["zero"], config["train"]["micro_batch_size"]) == (1, 2)
@@ -304,6 +308,19 @@ def test_a_layout_of_a_plan_becomes_the_job(capsys, tmp_path):
         capsys.readouterr()
     assert main([*flags, "--tp", "4"]) == BAD_CONFIG
     assert "parallel.tp must be given once" in capsys.readouterr().out
+
+
+def test_the_plan_of_the_planner_becomes_a_job(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    assert main(["plan", "--preset", "7b", "--gpus", "16", "--gpu", "h100", "--json"]) == OK
+    plan.write_text(capsys.readouterr().out)
+    layout = json.loads(plan.read_text())["layouts"][1]
+    flags = ["--preset", "7b", "--nodes", "2", "--gpus-per-node", "8", "--plan-row", "2"]
+    assert main(["launch", "kubernetes-trainer", *flags, "--plan", str(plan), "--json"]) == OK
+    config = json.loads(capsys.readouterr().out)["config"]
+    for key in ("dp", "tp", "pp", "cp", "zero", "schedule", "rank_order"):
+        assert config["parallel"][key] == layout[key]
+    assert config["train"]["micro_batch_size"] == layout["micro_batch_size"]
 
 
 def test_printing_a_job_needs_no_torch():

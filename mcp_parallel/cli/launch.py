@@ -168,15 +168,26 @@ _PLAN_KEYS = {
     "zero": "parallel.zero",
     "micro_batch_size": "train.micro_batch_size",
     "activation_checkpointing": "memory.activation_checkpointing",
+    "rank_order": "parallel.rank_order",
+}
+# What the layouts of a plan were chosen for.
+_PLANNED_FOR = {
+    "global_batch_size": "train.global_batch_size",
+    "precision": "train.precision",
+    "seq_len": "model.seq_len",
 }
 
 
 def _plan_settings(args: argparse.Namespace) -> list[Any]:
-    """A layout of the plan as settings; one that the command line gives as well is refused."""
+    """A layout of the plan, and what it is for, as settings.
+
+    A key that the command line gives another value is refused: the plan is for another run.
+    """
     try:
-        layouts = json.loads(Path(args.plan).read_text(encoding="utf-8"))["layouts"]
-        row = dict(enumerate(layouts, 1))[int(args.plan_row)]
+        plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
+        row, job = dict(enumerate(plan["layouts"], 1))[int(args.plan_row)], plan.get("job", {})
         values = {key: row[name] for name, key in _PLAN_KEYS.items() if name in row}
+        values |= {key: job[name] for name, key in _PLANNED_FOR.items() if name in job}
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         problem = (
             f"launch: --plan must be what `mcp-parallel plan --json` prints, with layout "
