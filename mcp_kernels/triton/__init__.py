@@ -18,10 +18,12 @@ from mcp_kernels.symmetric.refuses import (
     refuses_matmul_reduce_scatter,
     refuses_matmul_reduce_scatter_backward,
 )
+from mcp_kernels.triton import rms_norm_refuses
 from mcp_kernels.triton.flash_attn_refuses import refuses, refuses_backward
 
 # op -> "module:function" of its body. A new Triton body is one line here.
 BODIES = {
+    "add_rms_norm": "mcp_kernels.triton.rms_norm:add_rms_norm",
     "all_gather_matmul": "mcp_kernels.triton.all_gather_matmul:all_gather_matmul",
     "flash_attn": "mcp_kernels.triton.flash_attn:flash_attn",
     "flash_attn_bwd": "mcp_kernels.triton.flash_attn:flash_attn_bwd",
@@ -49,10 +51,15 @@ BODIES = {
     ),
     "onebit_decompress": "mcp_kernels.triton.onebit_compress:onebit_decompress",
     "onebit_reduce": "mcp_kernels.triton.onebit_reduce:onebit_reduce",
+    "rms_norm": "mcp_kernels.triton.rms_norm:rms_norm",
+    "rms_norm_bwd": "mcp_kernels.triton.rms_norm:rms_norm_bwd",
+    "swiglu": "mcp_kernels.triton.swiglu:swiglu",
+    "swiglu_bwd": "mcp_kernels.triton.swiglu:swiglu_bwd",
 }
 
 # What a body leaves to the reference; one that is not here takes every call.
 REFUSALS: dict[str, Callable[..., str | None]] = {
+    "add_rms_norm": rms_norm_refuses.refuses,
     "all_gather_matmul": refuses_all_gather_matmul,
     "flash_attn": refuses,
     "flash_attn_bwd": refuses_backward,
@@ -62,6 +69,8 @@ REFUSALS: dict[str, Callable[..., str | None]] = {
     "matmul_all_reduce": refuses_matmul_all_reduce,
     "matmul_reduce_scatter": refuses_matmul_reduce_scatter,
     "matmul_reduce_scatter_backward": refuses_matmul_reduce_scatter_backward,
+    "rms_norm": rms_norm_refuses.refuses,
+    "rms_norm_bwd": rms_norm_refuses.refuses_backward,
 }
 
 
