@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mcp_parallel.cli.check import summarize
+from mcp_parallel.cli.plan import timeline_of
 from mcp_parallel.config import Config
 from mcp_parallel.division import microbatch_counts, rows_of, stage_layers
 from mcp_parallel.layout import Layout, split_layers
@@ -239,6 +240,15 @@ def test_check_and_the_memory_estimate_follow_the_split(schedule):
     assert sum(sizes) == 12
     assert found["imbalance"] < by_count["imbalance"]
     assert sum(found["stage_costs"]) == pytest.approx(1)
+
+
+def test_a_drawn_pipeline_follows_split_and_shares():
+    changes = ["parallel.pp=2", "parallel.stage_split=3,1", "model.vocab_size=8192"]
+    config = config_of("parallel.dp=2", "parallel.dp_shares=3,1", *changes)
+    timeline = timeline_of(config, Costs())
+    assert timeline.plan.num_microbatches == 6
+    loads = rank_costs([3, 1], Layout(pp=2), modelled_costs(config))
+    assert timeline.busy(1) / timeline.busy(0) == pytest.approx(loads[1] / loads[0])
 
 
 def test_numbers_are_taken_as_they_are():

@@ -21,9 +21,11 @@ from mcp_parallel.cli.arguments import (
     resolve_arguments,
 )
 from mcp_parallel.config import Config
+from mcp_parallel.division import microbatch_counts, stage_layers
 from mcp_parallel.errors import OK, ConfigError, joined, shown
 from mcp_parallel.layout import Layout
-from mcp_parallel.planner.hardware import HARDWARE
+from mcp_parallel.planner.balance import modelled_costs, stage_factors
+from mcp_parallel.planner.hardware import HARDWARE, Hardware
 from mcp_parallel.planner.plan import plan
 from mcp_parallel.planner.show import as_text as as_table
 from mcp_parallel.rules.values import range_problems, value_of
@@ -48,7 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add_setting(parser, "--batch", key="train.global_batch_size", help="same as --batch-size")
     add_setting(parser, "--seq", key="model.seq_len", help="tokens of a sample")
     parser.add_argument("--gpus", metavar="N", help="GPUs to plan for")
-    parser.add_argument("--gpu", default="h100", metavar="NAME", help=f"{joined(HARDWARE)} (h100)")
+    parser.add_argument(
+        "--gpu", default="h100", metavar="NAME", help=f"{joined(HARDWARE)}, or here (h100)"
+    )
     parser.add_argument("--gpus-per-node", metavar="N", help="GPUs that the fast link joins")
     parser.add_argument(
         "--inter-node-gbit", metavar="GBIT", help="a GPU's share of the network, one way, in Gb/s"
@@ -107,12 +111,15 @@ def _rank_layouts(args: argparse.Namespace) -> int:
     if problems:
         raise ConfigError([str(problem) for problem in problems])
     fixed = {name: value_of(config, key) for key, name in _FIXING.items() if key in given}
-    precision = args.precision or (config.train.precision if "train.precision" in given else "bf16")
+    gpus, is_here = _number("--gpus", args.gpus), args.gpu.lower() == "here"
+    # This machine's cores are as fast in fp32 as in anything, and a run's default is that.
+    is_given = "train.precision" in given or is_here
+    precision = args.precision or (config.train.precision if is_given else "bf16")
     top = _number("--top", args.top)
     found = plan(
         config.model,
-        gpus=_number("--gpus", args.gpus),
-        gpu=args.gpu,
+        gpus=gpus,
+        gpu=_hardware_here(gpus) if is_here else args.gpu,
         gpus_per_node=args.gpus_per_node and _number("--gpus-per-node", args.gpus_per_node),
         inter_node_gbit=args.inter_node_gbit and _gbit(args.inter_node_gbit),
         batch=config.train.global_batch_size if "train.global_batch_size" in given else None,
@@ -122,6 +129,14 @@ def _rank_layouts(args: argparse.Namespace) -> int:
     text = json.dumps(found.to_mapping(top)) if options.as_json else as_table(found, top)
     sys.stdout.write(f"{text}\n")
     return OK
+
+
+def _hardware_here(ranks: int) -> Hardware:
+    """This machine; its cores are measured the first time, in some seconds."""
+    from mcp_parallel.launch.variables import wanted_device
+    from mcp_parallel.planner.calibrate import hardware_here
+
+    return hardware_here(ranks, wanted_device())
 
 
 def _number(flag: str, text: str) -> int:
@@ -161,13 +176,13 @@ def timeline_of(config: Config, costs: Costs) -> Timeline:
 
     Args:
         config: with ``parallel.pp`` of 2 or more.
-        costs: of a rank's whole part of one micro-batch; its chunks share it evenly.
+        costs: of a rank's whole part of one micro-batch; its chunks share it evenly, or, with a
+            ``parallel.stage_split``, all stages by their arithmetic.
     """
     layout = Layout.from_config(config.parallel)
     if layout.pp == 1:
         raise ConfigError(["plan: parallel.pp must be 2 or more to draw a pipeline, got 1; use 2"])
-    train, chunks = config.train, layout.stages_per_rank
-    count = train.global_batch_size // (layout.dp * train.micro_batch_size)
+    chunks, count = layout.stages_per_rank, max(microbatch_counts(config))
     if 3 * layout.num_stages * count > _MAX_ACTIONS:
         problem = (
             f"plan: micro-batches times stages must be at most {_MAX_ACTIONS // 3} to draw, got "
@@ -175,9 +190,21 @@ def timeline_of(config: Config, costs: Costs) -> Timeline:
         )
         raise ConfigError([problem])
     each = Costs(
-        costs.forward / chunks, costs.input_grad / chunks, costs.weight_grad / chunks, costs.comm
+        costs.forward / chunks,
+        costs.input_grad / chunks,
+        costs.weight_grad / chunks,
+        costs.comm,
+        stages=_factors(config),
     )
     return simulate(build_plan(layout.schedule, layout.pp, count, chunks), each)
+
+
+def _factors(config: Config) -> tuple[float, ...] | None:
+    """Cost of each stage over their mean where a split was asked for; by count all are alike."""
+    if config.parallel.stage_split == "count":
+        return None
+    split = [len(layers) for layers in stage_layers(config)]
+    return stage_factors(split, modelled_costs(config))
 
 
 def to_mapping(timeline: Timeline) -> dict[str, Any]:
@@ -209,4 +236,5 @@ def _costs(text: str) -> Costs:
             f"{shown(text)}; write for example 1,1,1,0"
         )
         raise ConfigError([problem])
-    return Costs(*values)
+    forward, input_grad, weight_grad, comm = values
+    return Costs(forward, input_grad, weight_grad, comm)

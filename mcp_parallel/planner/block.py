@@ -112,7 +112,9 @@ def attention_pair(job: Job, tokens: int, tp: int, cp: int) -> tuple[float, floa
     seen = model.seq_len / cp
     forward, backward = (
         roofline.attention_seconds(job.hardware, work, seen, job.precision, part)
-        for work, part in zip((flops, 2.5 * flops), job.runtime.attention, strict=True)
+        for work, part in zip(
+            (flops, 2.5 * flops), job.hardware.attention or job.runtime.attention, strict=True
+        )
     )
     return forward, backward
 

@@ -37,6 +37,7 @@ class StepCost:
     messages_s: float
     data_s: float
     optimizer_s: float
+    """Of the update, and what a step takes whatever its layout."""
     tokens: int
     """Of a step, over all ranks."""
 
@@ -110,6 +111,7 @@ class CostModel:
             layout.schedule, layout.pp, layout.stages_per_rank, count, message, pace
         )
         data, optimizer = self._data(layout, stages, passes)
+        optimizer += job.hardware.step_overhead_s
 
         layers = count * stages[slowest].layers
         tensor = layers * (each.forward_tp + each.backward_tp)

@@ -51,6 +51,11 @@ class Hardware:
     half_efficiency_side: float = 128.0
     """A matmul with one side of this length reaches half of what one with a long side does: about
     a tile (``roofline.py``). It grows with the peak: filling a tile's pipeline takes its time."""
+    attention: tuple[float, float] | None = None
+    """Rate of attention's forward and backward pass over that of a large matmul, where it was
+    measured; None is the trainer's (``runtime.py``)."""
+    step_overhead_s: float = 0.0
+    """Of a step, whatever its layout: the program around the layers, and the totals' messages."""
     source: str = ""
     """Where the figures are from."""
 

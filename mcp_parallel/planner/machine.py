@@ -1,4 +1,7 @@
-"""The machine at hand as ``Hardware``: its GPUs by name, or its cores. No torch."""
+"""The machine at hand as ``Hardware``: its GPUs by name, or its cores. No torch.
+
+Cores that ``calibrate.py`` has measured are as measured, others have rough figures.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import NamedTuple
 
 from mcp_parallel.errors import ConfigError, joined, shown
 from mcp_parallel.launch.cores import usable_cores
+from mcp_parallel.planner import calibration
 from mcp_parallel.planner.hardware import GB, HARDWARE, Hardware
 
 _QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
@@ -23,6 +27,8 @@ class Machine(NamedTuple):
     hardware: Hardware
     """Of a rank, when the host runs ``ranks`` of them."""
     ranks: int
+    is_cpu: bool = False
+    """Whether ranks are processes on cores; what was measured of them is taken where there is."""
 
 
 def machine_here(local_ranks: int | None = None, device: str = "auto") -> Machine:
@@ -42,7 +48,8 @@ def machine_here(local_ranks: int | None = None, device: str = "auto") -> Machin
         ranks = local_ranks or len(gpus)
         return Machine(replace(gpu_hardware(*gpus[0]), domain_ranks=ranks), ranks)
     ranks = local_ranks or usable_cores()
-    return Machine(cpu_hardware(ranks), ranks)
+    base = cpu_hardware(ranks)
+    return Machine(calibration.cached(ranks, base) or base, ranks, is_cpu=True)
 
 
 def _gpus() -> list[tuple[str, int]]:
