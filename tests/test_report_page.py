@@ -300,3 +300,19 @@ def test_a_run_without_a_step_has_a_page(driver, tmp_path):
     assert count(driver, "figure") == 0
     assert count(driver, ".rank") == 1
     assert not faults(driver)
+
+
+def test_a_profile_is_read_by_pointer_and_keys_at_the_cursor_of_the_charts(page, rows):
+    plot = 'figure[data-field="update_ratio_by_layer"] .plot'
+    point_at(page, plot, (3 + 0.5) / 7)
+    box = find(page, f"{plot} ~ .readout")
+    newest = rows["rows"][0][59]["update_ratio_by_layer"]["blocks.2"]
+    assert "blocks.2" in box.text
+    assert f"{newest:.4g}" in box.text
+    find(page, plot).send_keys("\ue014")
+    settled(page)
+    said = find(page, "#said").get_attribute("textContent")
+    assert said.startswith("blocks.3: dp2tp2 ")
+    find(page, LOSS).send_keys("\ue014")  # the first step: profiles show the first sample
+    settled(page)
+    assert "at the cursor" in find(page, 'figure[data-field="update_ratio_by_layer"] .doc').text

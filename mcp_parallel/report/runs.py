@@ -14,7 +14,6 @@ from mcp_parallel.errors import ConfigError, shown
 from mcp_parallel.monitor.run_folder import RunFolder
 from mcp_parallel.report.series import Series, parse_row, read_series
 
-VERDICTS_FILE = "verdicts.jsonl"
 MAX_VERDICTS = 200
 """Of each run; the newest are kept."""
 
@@ -72,12 +71,12 @@ def _read(folder: RunFolder) -> Run:
         tables=tables,
         config=_config(tables, notes) if tables else None,
         metrics=metrics,
-        verdicts=_verdicts(path / VERDICTS_FILE, notes),
+        verdicts=_verdicts(folder.verdicts_file, notes),
         notes=notes,
         updated_s=folder.metrics_file.stat().st_mtime if folder.metrics_file.exists() else None,
     )
     for file in sorted(path.glob("*.jsonl")):
-        if file not in (folder.metrics_file, path / VERDICTS_FILE) and file.is_file():
+        if file not in (folder.metrics_file, folder.verdicts_file) and file.is_file():
             series = read_series(file)
             if series.step:
                 run.others[file.stem] = series

@@ -154,7 +154,7 @@ class Chart {
             y: this.y(tick) + 4,
             "text-anchor": "end",
           },
-          words(tick, format, 4),
+          tickWords(tick, format),
         ),
       ),
       svg("line", {

@@ -31,7 +31,8 @@ class ListChart {
     this.isLog = this.shown.log;
     this.isNear = true;
     this.isStale = true;
-    this.plot = el("div", { class: "plot", role: "img" });
+    this.plot = el("div", { class: "plot", role: "img", tabindex: 0 });
+    this.entry = null; // the one that is read
     this.maps = el("div", { class: "maps" });
     this.box = el("div", { class: "readout", hidden: true });
     this.logButton = el("button", { type: "button", class: "small", onclick: () => this.setLog() });
@@ -49,6 +50,16 @@ class ListChart {
       ),
       el("div", { class: "holder" }, this.plot, this.maps, this.box),
     );
+    this.plot.addEventListener("pointermove", (event) => {
+      if (!this.x) return;
+      this.readEntry(this.x.invert(event.clientX - this.plot.getBoundingClientRect().left), false);
+    });
+    for (const type of ["pointerleave", "blur"])
+      this.plot.addEventListener(type, () => this.readEntry(null, false));
+    this.plot.addEventListener("keydown", (event) => {
+      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (by && this.labels) this.readEntry(this.entry === null ? 0 : this.entry + by, true);
+    });
     lists.push(this);
     new ResizeObserver(() => this.refresh()).observe(this.plot);
     listWatcher.observe(this.figure);
@@ -119,6 +130,7 @@ class ListChart {
       MARGIN.left,
       width - MARGIN.right,
     );
+    this.x = x;
     const marks = this.drawn.flatMap((one, order) =>
       isBars ? this.bars(one, order, x, y, bottom) : this.trace(one, x, y),
     );
@@ -138,9 +150,44 @@ class ListChart {
     );
   }
 
+  // Shows the values of one entry of the profile, and says them to who uses the keyboard.
+  readEntry(place, isSaid) {
+    const last = (this.labels?.length ?? 0) - 1;
+    const isNone = place === null || last < 0;
+    this.entry = isNone ? null : Math.min(Math.max(Math.round(place), 0), last);
+    this.box.hidden = isNone;
+    if (isNone) return;
+    const name = this.field.endsWith("by_rank") ? "rank " : "";
+    const label = `${name}${this.labels[this.entry]}`;
+    const values = this.drawn.map((one) => [
+      one,
+      words(this.rowOf(one)[this.entry], this.shown.format, 4),
+    ]);
+    const rows = values.map(([one, value]) =>
+      el(
+        "tr",
+        {},
+        el("td", {}, swatch(one.index)),
+        el("td", {}, one.run.name),
+        el("td", { class: "value" }, value),
+      ),
+    );
+    this.box.replaceChildren(el("p", {}, label), el("table", {}, ...rows));
+    this.placeBox(this.x(this.entry), 6);
+    if (isSaid)
+      say(`${label}: ${values.map(([one, value]) => `${one.run.name} ${value}`).join(", ")}`);
+  }
+
+  placeBox(x, top) {
+    const isRight = x > this.width / 2;
+    this.box.style.left = isRight ? "auto" : `${x + 12}px`;
+    this.box.style.right = isRight ? `${this.width - x + 12}px` : "auto";
+    this.box.style.top = `${top}px`;
+  }
+
   axes(x, y, bottom) {
     const every = Math.max(1, Math.ceil(this.labels.length / Math.max(2, this.width / 74)));
-    const up = y.ticks(3, this.shown.format);
+    const up = y.ticks(4, this.shown.format);
     return svg(
       "g",
       { class: "axes" },
@@ -151,7 +198,7 @@ class ListChart {
         svg(
           "text",
           { x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" },
-          words(tick, this.shown.format, 4),
+          tickWords(tick, this.shown.format),
         ),
       ),
       svg("line", {
@@ -294,10 +341,7 @@ class ListChart {
         `${run.name}, ${list.labels[k]}: ${words(list.rows[i][k], this.shown.format, 4)}`,
       ),
     );
-    const isRight = event.clientX - outer.left > outer.width / 2;
-    this.box.style.left = isRight ? "auto" : `${event.clientX - outer.left + 12}px`;
-    this.box.style.right = isRight ? `${outer.right - event.clientX + 12}px` : "auto";
-    this.box.style.top = `${place.top - outer.top - 8}px`;
+    this.placeBox(event.clientX - outer.left, place.top - outer.top - 8);
   }
 }
 

@@ -43,14 +43,23 @@ function logTicks(low, high, count, format) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
   const every = Math.max(1, Math.ceil((last - first) / Math.max(2, count)));
-  const heads = last - first <= 1 ? [1, 2, 3, 5, 7] : last - first <= 3 ? [1, 2, 5] : [1];
-  const ticks = [];
-  for (let power = first; power <= last; power += every)
-    for (const head of heads) {
-      const value = Number(`${head}e${power}`);
-      if (value >= low * 0.9999 && value <= high * 1.0001) ticks.push(value);
-    }
-  return ticks.length > 1 ? ticks : linearTicks(low, high, count, format);
+  for (const heads of [[1, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
+    const ticks = [];
+    for (let power = first; power <= last; power += every)
+      for (const head of heads) {
+        const value = Number(`${head}e${power}`);
+        if (value >= low * 0.9999 && value <= high * 1.0001) ticks.push(value);
+      }
+    if (ticks.length < 2) break;
+    if (ticks.length <= count * 1.5) return ticks;
+  }
+  return linearTicks(low, high, count, format);
+}
+
+// A short label: there is little room left of an axis.
+function tickWords(value, format) {
+  if (format !== "number" || Math.abs(value) < 1e5) return words(value, format, 4);
+  return value.toExponential().replace("e+", "e").replace("-", MINUS);
 }
 
 // A domain with room above and below; of a constant, around it.

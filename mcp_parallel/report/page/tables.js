@@ -125,7 +125,7 @@ function verdictLine({ run, index, verdict }) {
     el(
       "div",
       {},
-      el("p", { class: "text" }, titleOf(verdict)),
+      el("p", { class: "text" }, ...sentence(titleOf(verdict))),
       el(
         "p",
         { class: "quiet" },
@@ -137,6 +137,12 @@ function verdictLine({ run, index, verdict }) {
     ),
     go,
   );
+}
+
+// What happened stands out from its cause and what to do about it.
+function sentence(text) {
+  const end = text.indexOf("; ");
+  return end < 0 ? [text] : [el("b", {}, text.slice(0, end)), text.slice(end)];
 }
 
 function rangeWords({ value, low, high }) {
