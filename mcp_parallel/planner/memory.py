@@ -82,8 +82,11 @@ def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) 
         messages = 2.0 * stages.neighbours * hidden_bytes
     kept += 8 * 2 * count * layout.micro_batch_size * job.model.seq_len
     transients = transient_bytes(job, layout, stages)
+    during, ending = state_bytes(job, layout, stages, count)
+    if ending > during + kept + transients:  # activations are gone when gradients are reduced
+        during, kept, transients = ending, 0.0, 0.0
     reserve = job.hardware.reserve_bytes + FRAGMENTS * (kept + transients + messages)
-    return Memory(state_bytes(job, layout, stages, count), kept, transients, messages, reserve)
+    return Memory(during, kept, transients, messages, reserve)
 
 
 def _cut(job: Job, layout: PlannedLayout) -> float:
@@ -91,28 +94,46 @@ def _cut(job: Job, layout: PlannedLayout) -> float:
     return -(-job.tokens(layout) // layout.tp)
 
 
-def state_bytes(job: Job, layout: PlannedLayout, stages: RankStages, count: int) -> float:
-    """Weights, gradients and optimizer state of one rank."""
+def state_bytes(
+    job: Job, layout: PlannedLayout, stages: RankStages, count: int
+) -> tuple[float, float]:
+    """Weights, gradients and optimizer state of one rank.
+
+    Args:
+        job: what runs.
+        layout: its layout.
+        stages: of the rank.
+        count: micro-batches.
+
+    Returns:
+        Bytes while activations are at their most, and when the last gradients are reduced.
+    """
     parameters = rank_parameters(job.model, stages, layout.tp)
     ranks, zero, c = layout.dp * layout.cp, layout.zero, job.compute_bytes
     state, is_narrow = job.state_bytes, c < job.state_bytes
-    fixed = job.runtime.whole_gradient_bytes
     if zero == 0 or ranks == 1:
         weights = c + (state if is_narrow else 0)
         buckets = state if is_narrow or ranks > 1 else 0
         raw = 0 if is_narrow or (count == 1 and buckets) else state
-        return parameters * (weights + 2 * state + buckets + raw)
+        whole = parameters * (weights + 2 * state + buckets + raw)
+        return whole, whole
+    fixed = job.runtime.whole_gradient_bytes
     sharded = parameters / ranks * job.runtime.shard_bytes * state / 4
     group = _largest_group(job, layout, stages)
     reduced = state * group
     if zero == 3:
         blocks = 2 * block_matrices(job.model) / layout.tp
         root = max(0.0, group - blocks / 2) if group > blocks / 2 else 0.0
-        return sharded + c * (blocks + root) + c * group + reduced
-    raw = job.compute_bytes if fixed is None else fixed[zero]
-    gathers_raw = layout.pp > 1 or (zero == 1 and count > 1) or fixed is not None
-    whole = parameters * (c + raw) if gathers_raw else parameters * c + raw * group
-    return sharded + whole + reduced
+        during = sharded + c * (blocks + root) + c * group + reduced
+        return during, during
+    raw = c if fixed is None else fixed[zero]
+    if fixed is None and layout.pp == 1 and (zero == 2 or count == 1):
+        during = sharded + parameters * c + raw * group + reduced
+        return during, during
+    # Sums of gradients take their shards' place only when raw gradients are reduced.
+    sums = 0.0 if fixed is not None else parameters / ranks * state
+    during = sharded - sums + parameters * (c + raw)
+    return during, during + reduced
 
 
 def _largest_group(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
@@ -161,5 +182,8 @@ def transient_bytes(job: Job, layout: PlannedLayout, stages: RankStages) -> floa
         logits = min((job.state_bytes + c) * tokens * vocab, 1.5 * _LOGITS_CHUNK)
     else:
         logits, table_grad = _WHOLE_LOGIT_BYTES * tokens * vocab, 0
-    head = logits + table_grad + c * (2 * tokens * hidden + gathered)
-    return max(backward, head)
+    head = logits + c * (tokens * hidden + gathered)
+    waiting = table_grad + c * tokens * hidden
+    if layout.pp > 1 and layout.schedule == "gpipe":  # every loss comes before the first backward
+        return backward + head + job.num_microbatches(layout) * waiting
+    return max(backward, head + waiting)

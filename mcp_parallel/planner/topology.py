@@ -53,11 +53,10 @@ def members_in_domain(ranks: int, stride: int, domain_ranks: int) -> int:
     domains hold fewer members than others, and the slowest of them sets the pace.
     """
     span = ranks * stride
-    if span <= domain_ranks:
-        # Groups start at multiples of their span; one that crosses a border is split by it.
-        if domain_ranks % span == 0:
-            return ranks
-        return max(1, ranks // 2)
-    if stride >= domain_ranks:
-        return 1
-    return max(1, domain_ranks // stride)
+    count = min(ranks, max(1, domain_ranks // stride))
+    # Groups start at multiples of their span. Where it and the domain are no multiples of each
+    # other, a border cuts some group: half of it may be on either side.
+    is_regular = domain_ranks % stride == 0 and (
+        domain_ranks % span == 0 or span % domain_ranks == 0
+    )
+    return count if is_regular or stride >= domain_ranks else max(1, count // 2)
