@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -122,6 +123,27 @@ def test_a_killed_rank_and_a_stopped_job_go_on_to_the_same_losses(tmp_path):
     job = started(tmp_path, script)
     assert ended(tmp_path, job) == OK, log_of(tmp_path)
     assert f"going on after step {stopped_at}:" in log_of(tmp_path)
+    assert records(tmp_path / "run") == undisturbed(tmp_path)
+
+
+def test_two_nodes_restart_together(tmp_path):
+    """Two agents, a rank each, meet by the c10d rendezvous; both start anew when one rank dies."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        master = f"127.0.0.1:{server.getsockname()[1]}"
+    words = ["launch", "torchrun", *SMALL, "--nodes", "2", "--ranks-per-node", "1"]
+    words += ["--timeout", "60", "--run-dir", str(tmp_path / "run"), "--master", master]
+    script = tmp_path / "job.sh"
+    assert main([*words, "--out", str(script)]) == OK
+    nodes = [started(tmp_path, script) for _ in range(2)]
+    try:
+        wait_for_step(tmp_path, nodes[0], 25)
+        os.kill(rank_process(nodes[1], 0), signal.SIGKILL)
+        assert [ended(tmp_path, node) for node in nodes] == [OK, OK], log_of(tmp_path)
+    finally:
+        for node in nodes:
+            node.terminate()  # or torchrun would stay
+            node.wait()
+    assert starts(tmp_path) == 2
     assert records(tmp_path / "run") == undisturbed(tmp_path)
 
 
