@@ -76,6 +76,7 @@ class Job:
         ]
         for flag, value in (
             ("--master", self.master),
+            ("--python", self.python),
             ("--partition", self.partition),
             ("--account", self.account),
             ("--image", self.image),
@@ -113,6 +114,7 @@ _EXAMPLES = {
     "--master": "node0:29500",
     "--image": "registry.example/mcp:1",
     "--mount": "/data",
+    "--python": "/opt/venv/bin/python",
     "--gpu-resource": "nvidia.com/gpu",
     "--rdma": "rdma/ib",
 }
