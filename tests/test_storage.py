@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -110,6 +111,7 @@ def test_processes_of_a_host_share_what_was_fetched(tmp_path):
         def logged(*args):
             with log.open("a") as file:
                 file.write(f"{args[1]}\n")
+            time.sleep(0.05)  # the others come to ask for it
             return fetch(*args)
 
         storage.read_range = logged
