@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 
 _FLAGS = (
@@ -41,5 +42,7 @@ def start_browser(profile, width=1280, height=900):
     for flag in (*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(shutil.which("chromedriver"))
+    # What a browser keeps beside its profile (fonts, settings) stays in the profile's folder too.
+    homes = {name: str(profile) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    service = webdriver.ChromeService(shutil.which("chromedriver"), env={**os.environ, **homes})
     return webdriver.Chrome(options, service)

@@ -290,7 +290,7 @@ def test_other_files_with_steps_have_their_own_axis(tmp_path):
         ),
         ("folder", [], "got a folder without a run at"),
         ("file", [], "got no folder at"),
-        ("run", ["--out", "/nonexistent/r.html"], "--out must name a file that can be written"),
+        ("run", ["--out", "run/config.yaml/r.html"], "--out must name a file that can be written"),
         (
             "run",
             ["--out", "."],

@@ -1,6 +1,5 @@
 // One chart: the lines of a field, of every run that is shown, on the common x axis.
 
-const MARGIN = { left: 58, right: 14, top: 12, bottom: 26 };
 const FEW_POINTS = 40; // up to so many a line shows its points
 const charts = [];
 
@@ -134,29 +133,10 @@ class Chart {
     const bottom = height - MARGIN.bottom;
     const { format } = this.shown;
     const across = this.x.ticks(Math.max(2, width / 110), AXES[state.axis].format);
-    const up = this.y.ticks(4, format);
     return svg(
       "g",
       { class: "axes" },
-      ...up.map((tick) =>
-        svg("line", {
-          x1: MARGIN.left,
-          x2: width - MARGIN.right,
-          y1: this.y(tick),
-          y2: this.y(tick),
-        }),
-      ),
-      ...up.map((tick) =>
-        svg(
-          "text",
-          {
-            x: MARGIN.left - 8,
-            y: this.y(tick) + 4,
-            "text-anchor": "end",
-          },
-          tickWords(tick, format),
-        ),
-      ),
+      ...yAxis(this.y, format, width),
       svg("line", {
         class: "base",
         x1: MARGIN.left,

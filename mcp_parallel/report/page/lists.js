@@ -187,20 +187,10 @@ class ListChart {
 
   axes(x, y, bottom) {
     const every = Math.max(1, Math.ceil(this.labels.length / Math.max(2, this.width / 74)));
-    const up = y.ticks(4, this.shown.format);
     return svg(
       "g",
       { class: "axes" },
-      ...up.map((tick) =>
-        svg("line", { x1: MARGIN.left, x2: this.width - MARGIN.right, y1: y(tick), y2: y(tick) }),
-      ),
-      ...up.map((tick) =>
-        svg(
-          "text",
-          { x: MARGIN.left - 8, y: y(tick) + 4, "text-anchor": "end" },
-          tickWords(tick, this.shown.format),
-        ),
-      ),
+      ...yAxis(y, this.shown.format, this.width),
       svg("line", {
         class: "base",
         x1: MARGIN.left,

@@ -1,5 +1,7 @@
 // From values to pixels, and where an axis has its ticks.
 
+const MARGIN = { left: 58, right: 14, top: 12, bottom: 26 }; // of every plot, so that they align
+
 function linearScale(low, high, from, to) {
   const span = high - low || 1;
   const scale = (value) => from + ((value - low) / span) * (to - from);
@@ -39,27 +41,52 @@ function linearTicks(low, high, count, format) {
   return ticks;
 }
 
+// Powers of ten, and numbers between them where there is room.
 function logTicks(low, high, count, format) {
   const first = Math.floor(Math.log10(low));
   const last = Math.ceil(Math.log10(high));
-  const every = Math.max(1, Math.ceil((last - first) / Math.max(2, count)));
-  for (const heads of [[1, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
-    const ticks = [];
-    for (let power = first; power <= last; power += every)
+  const every = Math.max(1, Math.ceil((last - first) / (1.5 * count)));
+  let ticks = [];
+  for (const heads of every > 1 ? [[1]] : [[1, 2, 3, 5, 7], [1, 2, 5], [1, 3], [1]]) {
+    ticks = [];
+    for (let power = Math.ceil(first / every) * every; power <= last; power += every)
       for (const head of heads) {
         const value = Number(`${head}e${power}`);
         if (value >= low * 0.9999 && value <= high * 1.0001) ticks.push(value);
       }
-    if (ticks.length < 2) break;
-    if (ticks.length <= count * 1.5) return ticks;
+    if (ticks.length <= count * 1.5) break;
   }
-  return linearTicks(low, high, count, format);
+  return ticks.length > 1 ? ticks : linearTicks(low, high, count, format);
 }
 
-// A short label: there is little room left of an axis.
-function tickWords(value, format) {
-  if (format !== "number" || Math.abs(value) < 1e5) return words(value, format, 4);
-  return value.toExponential().replace("e+", "e").replace("-", MINUS);
+// The labels of ticks: short, as there is little room left of an axis, and none like another.
+function tickWords(ticks, format) {
+  const size = Math.max(...ticks.map(Math.abs));
+  if (format === "number" && size >= 1e5)
+    return ticks.map((tick) => (tick === 0 ? "0" : powerWords(tick)));
+  const step = Math.abs(ticks[1] - ticks[0]) || size || 1;
+  const digits = Math.min(9, Math.max(4, Math.ceil(Math.log10(size / step || 1)) + 2));
+  return ticks.map((tick) => words(tick, format, digits));
+}
+
+function powerWords(value) {
+  if (Math.abs(value) < 1e4) return digitsOf(value);
+  return Number(value.toPrecision(4)).toExponential().replace("e+", "e").replace("-", MINUS);
+}
+
+// The lines across a plot at the ticks of its y axis, and their labels.
+function yAxis(scale, format, width) {
+  const ticks = scale.ticks(4, format);
+  const labels = tickWords(ticks, format);
+  const { left, right } = MARGIN;
+  return ticks.flatMap((tick, i) => {
+    const y = scale(tick);
+    const label = { x: left - 8, y: y + 4, "text-anchor": "end" };
+    return [
+      svg("line", { x1: left, x2: width - right, y1: y, y2: y }),
+      svg("text", label, labels[i]),
+    ];
+  });
 }
 
 // A domain with room above and below; of a constant, around it.
