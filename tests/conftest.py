@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What somebody measured of this machine must not decide what the planner chooses in a test.
-os.environ["XDG_CACHE_HOME"] = "/nonexistent/cache-of-tests"
+# A folder that no one else has: as root, a path that should not exist would be made.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mcp-tests-")
 
 import warnings
 
@@ -25,6 +28,8 @@ with warnings.catch_warnings():
 
 torch.set_num_threads(1)
 
+CACHE = os.environ["XDG_CACHE_HOME"]
+
 # Files in which a core is busy for longest (some 20 seconds and more), longest first.
 LONG_FILES = (
     *("parity", "build", "cuda_compile", "triton_flash_attn_backward", "triton_cubin", "cli"),
@@ -38,6 +43,9 @@ def pytest_collection_modifyitems(items):
     places = {f"test_{name}": place for place, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
+
+def pytest_unconfigure():
+    shutil.rmtree(CACHE, ignore_errors=True)
 
 
 @pytest.fixture
