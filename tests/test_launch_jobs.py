@@ -277,6 +277,7 @@ def test_the_command_checks_for_the_nodes_and_prints(capsys, tmp_path):
         ("--gpus-per-node 1 --time soon", "--time must be a time such as 24:00:00"),
         ("--gpus-per-node 1 --partition $(x)", "--partition must be one plain word"),
         ("--gpus-per-node 1 --python 'x\";y'", "--python must be one plain word"),
+        ("--gpus-per-node 1 --set parallel=auto", "and use --plan plan.json"),
         ("--gpus-per-node 1 --memory 9GB", "--memory must be a size such as 512Gi"),
         ("--gpus-per-node 1 --plan none.json", "--plan must be what `mcp-parallel plan --json`"),
     ],

@@ -83,7 +83,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plan is not None:
         args.settings = (*_plan_settings(args), *args.settings)
     cuts = cuts_between(per_node, MAX_RANKS)
-    config, options = resolve_arguments(args, nodes * per_node, cuts)
+    config, options = resolve_arguments(args, nodes * per_node, cuts, is_planned_later=True)
+    if config.parallel.auto:
+        raise ConfigError([_AUTO])
     job = Job(
         config=config,
         nodes=nodes,
@@ -104,6 +106,12 @@ def run(args: argparse.Namespace) -> int:
         sys.stderr.write(f"slow on these hosts: {line}\n")
     sys.stdout.write(text if args.out is None else f"{args.out}: {_what_next(args)}\n")
     return OK
+
+
+_AUTO = (
+    "launch: parallel.auto must be false, got true, which plans for the machine that it runs on; "
+    "write mcp-parallel plan --gpus N --gpu h100 --json > plan.json, and use --plan plan.json"
+)
 
 
 def _what_next(args: argparse.Namespace) -> str:
