@@ -46,7 +46,7 @@ UNITS = st.lists(st.integers(1, 400), min_size=1, max_size=9)
 
 
 @given(UNITS, st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_prefix_holds_each_source_within_one_of_its_share(units, seed):
     total, length = sum(units), 2 * sum(units) + 11
     source, number = Blend(units, seed).at(np.arange(length))
@@ -61,7 +61,7 @@ def test_every_prefix_holds_each_source_within_one_of_its_share(units, seed):
 
 
 @given(UNITS, st.integers(0, 10**12), st.integers(1, 50))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_position_alone_decides(units, start, length):
     blend = Blend(units, 3)
     source, number = blend.at(np.arange(start, start + length))

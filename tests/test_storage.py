@@ -16,11 +16,13 @@ from token_files import config_for, put_tokens
 
 from mcp_parallel.check import check
 from mcp_parallel.cli.main import main
+from mcp_parallel.config import Config
 from mcp_parallel.data import storage, token_file
 from mcp_parallel.data.prepare import index as index_module
 from mcp_parallel.data.prepare.index import Index, TokenFileError, verify
 from mcp_parallel.data.source import open_data, source_of
 from mcp_parallel.data.storage import StorageError
+from mcp_parallel.trainer import Trainer
 
 fsspec = pytest.importorskip("fsspec")
 from fsspec.implementations.memory import MemoryFileSystem  # noqa: E402
@@ -199,34 +201,29 @@ def test_little_room_in_the_cache_is_said(monkeypatch, caplog):
 # --- a whole run ---------------------------------------------------------------------------------
 
 
-def train(run_dir, *overrides):
-    command = [sys.executable, "-W", "ignore", "-m", "mcp_parallel", "train", "--json"]
-    command += ["--run-dir", str(run_dir), "--steps", "2", "--set", "model.num_layers=1"]
-    for override in overrides:
-        command += ["--set", override]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
-
-
 def test_a_run_reads_a_url_on_every_rank(tmp_path):
+    """Started from the command line, on forked ranks, beside the same file read here."""
     url = f"local://{tmp_path}/out"
     put_tokens(url, 5000)
-    wanted = [
-        train(tmp_path / str(number), f"data.path={path}/tokens.bin", "model.vocab_size=300", extra)
-        for number, (path, extra) in enumerate(
-            [(tmp_path / "out", "parallel.dp=1"), (url, "parallel.dp=2")]
-        )
-    ]
-    assert [done.returncode for done in wanted] == [0, 0], wanted[-1].stderr
-    losses = [json.loads(done.stdout)["last"]["loss"] for done in wanted]
+    command = [sys.executable, "-W", "ignore", "-m", "mcp_parallel", "train", "--json"]
+    command += ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--dp", "2"]
+    for setting in (f"data.path={url}/tokens.bin", "model.vocab_size=300", "model.num_layers=1"):
+        command += ["--set", setting]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert f"path: {url}/tokens.bin" in (tmp_path / "run" / "config.yaml").read_text()
+    config = Config.from_file(tmp_path / "run" / "config.yaml")
+    config = config.with_overrides(["parallel.dp=1", f"data.path={tmp_path}/out/tokens.bin"])
+    assert Trainer(config, run_dir=tmp_path / "here").fit() == 0
+    last = json.loads((tmp_path / "here" / "metrics.jsonl").read_text().splitlines()[-1])
     # Two layouts of float32: see parity's bound.
-    assert losses[0] == pytest.approx(losses[1], abs=2e-6)
-    assert f"path: {url}/tokens.bin" in (tmp_path / "1" / "config.yaml").read_text()
+    assert json.loads(done.stdout)["last"]["loss"] == pytest.approx(last["loss"], abs=2e-6)
 
 
-def test_an_unreachable_url_ends_a_run_before_training(tmp_path):
-    done = train(tmp_path / "run", "data.path=local:///nowhere/tokens.bin")
-    assert done.returncode == 2
-    assert "must exist, got no such file" in done.stdout
+def test_an_unreachable_url_ends_a_run_before_training(tmp_path, capsys):
+    words = ["--run-dir", str(tmp_path / "run"), "--set", "data.path=memory://nowhere/tokens.bin"]
+    assert main(["train", *words]) == 2
+    assert "must exist, got no such file" in capsys.readouterr().err
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

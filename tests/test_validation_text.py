@@ -24,16 +24,15 @@ from mcp_parallel.step import TrainingStep
 from mcp_parallel.trainer import Trainer
 
 ONE = Layout()
-# Masking is about positions: cp and the pipeline are where it takes another way.
+# Masking is about positions: these are where they and their documents take another way.
 MASKED_TOO = ("cp2", "pp2 zbv")
 LAYOUTS = {
     "dp2 zero3": Layout(dp=2, zero=3),
     "tp3": Layout(tp=3),
-    "tp2 no-sp": Layout(tp=2, sequence_parallel=False),
     "cp2": Layout(cp=2),
     "pp2 zbv": Layout(pp=2, schedule="zbv"),
     "dp2pp2 zero1": Layout(dp=2, pp=2, zero=1),
-    "tp2cp2": Layout(tp=2, cp=2),
+    "tp2cp2 no-sp": Layout(tp=2, cp=2, sequence_parallel=False),
 }
 STEPS = 2
 
@@ -128,7 +127,7 @@ def test_every_layout_and_every_rank_sees_the_same(ranks, alone, folder, name, m
     st.floats(0.01, 0.5),
     st.sampled_from([None, 0]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_last_documents_are_held_out(tokens, starts, share, separator):
     starts = (0, *sorted(at for at in starts if at < len(tokens)))
     corpus = Corpus(np.array(tokens, dtype=np.uint8), 6, tuple(map(str, starts)), starts)
