@@ -207,6 +207,19 @@ def test_unequal_shares_and_parts_of_the_work():
     assert any("the run measures them" in note for note in notes)
 
 
+def test_what_a_run_measured_is_what_is_shown(tmp_path):
+    config = config_of(pp=2, stage_split="measured")
+    folder = write_run(tmp_path / "run", rows=[record(1)], config=config)
+    (folder / "balance.json").write_text('{"stage_split": [1, 3], "dp_shares": null}')
+    notes = []
+    facts = facts_of(read_run(folder).config, notes)
+    assert facts["layout"]["layers"] == [[[0, 1]], [[1, 4]]]
+    assert not notes
+    for broken in ("", "[]", '{"stage_split": "x"}', '{"stage_split": [1, "a"]}'):
+        (folder / "balance.json").write_text(broken)
+        build_document([read_run(folder)])
+
+
 def test_of_many_ranks_the_ends_are_shown():
     values = {
         "model": {"preset": "405b"},

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mcp_parallel.config import TABLES, Config
 from mcp_parallel.config_schema import table_items
 from mcp_parallel.config_text import read_config_file
+from mcp_parallel.division import MEASURED
 from mcp_parallel.errors import ConfigError, shown
 from mcp_parallel.monitor.run_folder import RunFolder
 from mcp_parallel.report.series import Series, parse_row, read_series
 
+BALANCE_FILE = "balance.json"
 MAX_VERDICTS = 200
 """Of each run; the newest are kept."""
 
@@ -69,7 +71,7 @@ def _read(folder: RunFolder) -> Run:
         name=path.resolve().name,
         path=str(path),
         tables=tables,
-        config=_config(tables, notes) if tables else None,
+        config=_config(tables, path / BALANCE_FILE, notes) if tables else None,
         metrics=metrics,
         verdicts=_verdicts(folder.verdicts_file, notes),
         notes=notes,
@@ -95,8 +97,11 @@ def _tables(path: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _config(tables: Mapping[str, Any], notes: list[str]) -> Config | None:
-    """The configuration as far as this version knows its keys; what it does not know is noted."""
+def _config(tables: Mapping[str, Any], balance: Path, notes: list[str]) -> Config | None:
+    """The configuration as far as this version knows its keys; what it does not know is noted.
+
+    Words for a split or shares that the run measured are the numbers that it found.
+    """
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for table, values in tables.items():
@@ -113,10 +118,20 @@ def _config(tables: Mapping[str, Any], notes: list[str]) -> Config | None:
     if unknown:
         notes.append(f"keys of another version, shown as they stand: {', '.join(unknown[:20])}")
     try:
-        return Config.from_mapping(known)
+        return _with_measured(Config.from_mapping(known), balance)
     except ConfigError as error:
         notes.append(f"config.yaml is of another version: {error.problems[0]}")
         return None
+
+
+def _with_measured(config: Config, balance: Path) -> Config:
+    record = parse_row(balance.read_bytes()) if balance.is_file() else None
+    for key in ("stage_split", "dp_shares"):
+        numbers = (record or {}).get(key)
+        if getattr(config.parallel, key) in MEASURED and isinstance(numbers, list):
+            text = ",".join(str(number) for number in numbers)
+            config = replace(config, parallel=replace(config.parallel, **{key: text}))
+    return config
 
 
 def _verdicts(path: Path, notes: list[str]) -> list[dict[str, Any]]:
