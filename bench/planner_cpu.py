@@ -37,6 +37,7 @@ SIZES = {
     "tiny": ((4, 128, 8, 4, 352, 256, 128), 16, 4),
     "20m": ((8, 384, 6, 6, 1024, 8192, 256), 8, 2),
 }
+ROUNDS = {"tiny": 9, "20m": 3}  # about as long for both
 LAYOUTS = {
     "one": {},
     "dp2": {"dp": 2},
@@ -215,7 +216,7 @@ def main():
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     parser.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, help="of each model")
     parser.add_argument("--cached", action="store_true", help="take an earlier calibration")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -225,7 +226,7 @@ def main():
         if not args.json:
             sys.stdout.write(f"{describe(hardware)}\n\n")
         for size in args.sizes:
-            results.append(compare(ranks, size, args.rounds, hardware))
+            results.append(compare(ranks, size, args.rounds or ROUNDS[size], hardware))
             if not args.json:
                 sys.stdout.write(table(results[-1]) + "\n")
                 sys.stdout.flush()
