@@ -1,7 +1,7 @@
 """What blocks give and which feed-forward units react, over the global batch of one step.
 
-Hooks stand on the modules for that one step alone, and read what a forward pass makes anyway: what
-checkpointing computes a second time is not read again.
+Hooks stand on the modules for that one step alone, and read what a forward pass makes anyway. What
+checkpointing makes a second time is the same and changes neither a mean nor a largest value.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Activations:
 
     def _watch(self, index: int, block: Block) -> None:
         layout, place = self._mesh.layout, self._mesh.coordinate
-        # Without sequence parallelism tp ranks have the same output: the first one counts.
+        # Without sequence parallelism tp ranks have the same output: one of them is enough.
         if layout.tp == 1 or layout.sequence_parallel or place.tp == 0:
             self._handles.append(
                 block.register_forward_hook(lambda _, args, out: self._add_output(index, out))
@@ -79,14 +79,12 @@ class Activations:
 
     @torch.no_grad()
     def _add_output(self, index: int, out: Any) -> None:
-        if _is_in_backward() or not out.numel():
-            return
-        moments = moments_of(out)
-        self._moments[index] = self._moments.get(index, 0) + moments
+        if out.numel():
+            self._moments[index] = self._moments.get(index, 0) + moments_of(out)
 
     @torch.no_grad()
     def _add_units(self, index: int, units: Any) -> None:
-        if _is_in_backward() or not units.numel():
+        if not units.numel():
             return
         largest = units.detach().abs().flatten(0, -2).amax(0).float()
         before = self._largest.get(index)
@@ -108,13 +106,8 @@ class Activations:
                 dist.all_reduce(flat, group=group)
             parts = flat.split([alive[i].numel() for i in sorted(alive)])
             alive = dict(zip(sorted(alive), parts, strict=True))
-        layout = self._mesh.layout
-        if layout.data_index(self._mesh.coordinate) == 0:
-            for index, votes in alive.items():
-                figures[index, 3] = (votes == 0).sum()
-                figures[index, 4] = votes.numel()
+        # Ranks of dp and cp agree by now, and a share is the same of one copy and of several.
+        for index, votes in alive.items():
+            figures[index, 3] = (votes == 0).sum()
+            figures[index, 4] = votes.numel()
         return figures
-
-
-def _is_in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
