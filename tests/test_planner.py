@@ -131,6 +131,16 @@ def test_plan_says_by_how_much_a_model_does_not_fit_and_what_would():
         mcp_parallel.plan("405b", gpus=ranks // 2, gpu="a100", batch=512)
 
 
+def test_numbers_of_ranks_that_nothing_divides_come_with_one_that_runs():
+    with pytest.raises(ConfigError, match="must have a layout on 67 x") as refused:
+        mcp_parallel.plan("7b", gpus=67, batch=64)
+    line = refused.value.problems[0]
+    assert "refused by num_heads over tp" in line
+    ranks = int(line.rpartition("; use ")[2].split()[0])
+    assert abs(ranks - 67) <= 8
+    assert mcp_parallel.plan("7b", gpus=ranks, batch=64).ranked
+
+
 def test_plan_names_what_is_fixed_when_it_is_what_keeps_it_from_fitting():
     with pytest.raises(ConfigError, match="in place of what is fixed"):
         mcp_parallel.plan("70b", gpus=64, fixed={"tp": 1, "pp": 1, "cp": 1, "zero": 0})
