@@ -67,6 +67,7 @@ def samples_of(hardware):
         all_reduces=[
             (size, links.all_reduce_seconds(size, group, hardware)) for size in (4, 1 << 20)
         ],
+        gather_and_back_s=2 * links.all_gather_seconds(0, group, hardware),
         small_block_s=block_seconds(SMALL, SMALL_ROWS, hardware),
         middle_block_s=block_seconds(MIDDLE, MIDDLE_ROWS, hardware),
         step_overhead_s=1e-3,
@@ -92,15 +93,12 @@ def test_noisy_products_are_explained_as_well_as_by_the_truth():
     assert sum(error**2 for error in errors) <= len(SHAPES) * noise**2 * (1 + 1e-9)
 
 
-def test_all_reduces_give_latency_and_rate():
-    group = Group(4, 4)
-    sizes = (4, 1 << 20, 8 << 20)
-    times = [(size, links.all_reduce_seconds(size, group, PLANTED)) for size in sizes]
-    link = fit_link(times, 4, BASE)
+def test_collectives_give_latency_and_rate():
+    link = fit_link(samples_of(PLANTED), BASE)
+    assert link["domain_latency_s"] == pytest.approx(7e-6, rel=1e-6)
     # The smallest message has four bytes' time in it beside the latency.
-    assert link["domain_latency_s"] == pytest.approx(7e-6, rel=1e-3)
     assert link["domain_bytes_per_s"] == pytest.approx(3e9, rel=1e-5)
-    assert fit_link([], 1, BASE) == {}
+    assert fit_link(replace(samples_of(PLANTED), ranks=1), BASE) == {}
 
 
 def test_attention_gives_the_rates_of_long_sequences():

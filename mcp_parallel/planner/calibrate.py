@@ -117,6 +117,7 @@ def _measure_on_rank(context: RankContext) -> calibration.Samples:
         stream=(12.0 * _STREAM_ELEMENTS, timer.best(_stream())),
         attention=_attention(timer),
         all_reduces=_all_reduces(timer) if context.world_size > 1 else [],
+        gather_and_back_s=_gather_and_back(timer) if context.world_size > 1 else 0.0,
         small_block_s=small,
         middle_block_s=timer.mean(_layers(context, MIDDLE, MIDDLE_ROWS)[0]),
         step_overhead_s=overhead,
@@ -127,7 +128,7 @@ class _Timer:
     """Times things on all ranks at once."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
 
     def best(self, run: Callable[[], object]) -> float:
         """Lower quartile of a call's seconds, mean over the ranks."""
@@ -138,7 +139,7 @@ class _Timer:
         import torch.distributed as dist
 
         run()
-        if self._ranks > 1:
+        if self.ranks > 1:
             dist.barrier()
         found: list[float] = []
         end = time.perf_counter() + _BUDGET_S
@@ -154,9 +155,9 @@ class _Timer:
         import torch.distributed as dist
 
         total = torch.tensor([seconds], dtype=torch.float64)
-        if self._ranks > 1:
+        if self.ranks > 1:
             dist.all_reduce(total)
-        return total.item() / self._ranks
+        return total.item() / self.ranks
 
 
 def _matmul(shape: tuple[int, int, int], dtype: torch.dtype) -> Callable[[], object]:
@@ -201,6 +202,19 @@ def _all_reduces(timer: _Timer) -> list[tuple[int, float]]:
         seconds = timer.local(lambda x=x: dist.all_reduce(x), calls=15)
         found.append((num_bytes, timer.mean(seconds)))
     return found
+
+
+def _gather_and_back(timer: _Timer) -> float:
+    import torch
+
+    from mcp_kernels import all_gather
+
+    x, grad = torch.zeros(8, requires_grad=True), torch.zeros(8 * timer.ranks)
+
+    def run() -> None:
+        torch.autograd.grad(all_gather(x), x, grad)
+
+    return timer.mean(timer.local(run, calls=30))
 
 
 def _layers(context: RankContext, model: ModelConfig, rows: int) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from mcp_parallel.planner.topology import Group
 
 _SIDES = [2 ** (exponent / 4) for exponent in range(37)]
 """Half sides that are tried, 1 to 512: a quarter of an octave is finer than times repeat."""
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,9 @@ class Samples:
     """(seconds forward, backward, positions, operations forward) of causal attention."""
     all_reduces: Sequence[tuple[int, float]]
     """(bytes, seconds), rising; empty with one rank."""
+    gather_and_back_s: float
+    """An all-gather of a few numbers and its backward pass, a reduce-scatter, as a layer calls
+    them: on a CPU the call is most of it. 0 with one rank."""
     small_block_s: float
     """Forward and backward of ``SMALL``'s block, where nothing but overhead is left."""
     middle_block_s: float
@@ -101,7 +104,7 @@ def calibrate(samples: Samples, base: Hardware) -> Hardware:
         step_overhead_s=samples.step_overhead_s,
         source="measured on this machine",
     )
-    hardware = replace(hardware, **fit_link(samples.all_reduces, samples.ranks, hardware))
+    hardware = replace(hardware, **fit_link(samples, hardware))
     overhead = _fit_overhead(samples.small_block_s, hardware)
     hardware = replace(hardware, op_overhead_s=overhead)
     return replace(hardware, matmul_efficiency=_fit_efficiency(samples.middle_block_s, hardware))
@@ -134,17 +137,18 @@ def fit_matmuls(
     return best[1], best[2]
 
 
-def fit_link(
-    all_reduces: Sequence[tuple[int, float]], ranks: int, base: Hardware
-) -> dict[str, float]:
-    """Latency of the smallest all-reduce, and the rate of the largest beyond it."""
-    if ranks == 1 or not all_reduces:
+def fit_link(samples: Samples, base: Hardware) -> dict[str, float]:
+    """Latency of a collective as layers call it, and the rate of large all-reduces."""
+    ranks = samples.ranks
+    if ranks == 1:
         return {}
-    (_, short), (num_bytes, long) = all_reduces[0], all_reduces[-1]
+    (_, short), (num_bytes, long) = samples.all_reduces[0], samples.all_reduces[-1]
     unit = replace(base, domain_bytes_per_s=1.0, domain_latency_s=0.0)
     moved = links.all_reduce_seconds(num_bytes, Group(ranks, ranks), unit)
-    rate = moved / max(long - short, long / 100)
-    return {"domain_latency_s": short / 2 / math.log2(ranks), "domain_bytes_per_s": rate}
+    return {
+        "domain_latency_s": samples.gather_and_back_s / 2 / math.log2(ranks),
+        "domain_bytes_per_s": moved / max(long - short, long / 100),
+    }
 
 
 def fit_attention(timed: tuple[float, float, int, float], peak: float) -> tuple[float, float]:
