@@ -2,7 +2,7 @@
 
     python bench/memory_ladder.py            # the table, about a minute and a half on two cores
     python bench/memory_ladder.py --write    # also docs/memory.md
-    python bench/memory_ladder.py --estimates  # the estimator beside the tracker, 16 layouts
+    python bench/memory_ladder.py --estimates  # the estimator beside the tracker, layout by layout
 
 The reference is a field report: 78 GB a GPU, 42 with checkpointing, 23 with ZeRO-3 on top, 15 with
 compressed activations on top, -81 %. The model is shaped like it: 24 layers, and about half of the
@@ -47,6 +47,7 @@ INT8 = "memory.activation_compression=int8"
 ZERO3 = "parallel.zero=3"
 OFFLOAD = "memory.offload=true"
 HALVES = "train.micro_batch_size=1"
+ONEBIT = ["train.optimizer=onebit_adam", "train.freeze_step=1", "train.warmup_steps=0"]
 
 RUNGS: dict[str, list[str]] = {
     "plain dp4": [],
@@ -90,6 +91,16 @@ LAYOUTS: list[list[str]] = [
     ["parallel.tp=2", "parallel.pp=2", "parallel.schedule=dualpipev", FULL],
     ["parallel.dp=2", "parallel.pp=2", "parallel.zero=1"],
     ["parallel.dp=2", "parallel.tp=2", ZERO3, SELECTIVE],
+    ["parallel.cp=2"],
+    ["parallel.cp=4", "parallel.cp_attention=ring"],
+    ["parallel.cp=2", "parallel.tp=2", ZERO3, FULL],
+    ["parallel.dp=4", "parallel.dp_replicate=2", "parallel.zero=2", HALVES],
+    ["parallel.dp=4", "parallel.dp_replicate=2", ZERO3],
+    ["parallel.pp=2", "parallel.schedule=zero_bubble", FULL],
+    [*ONEBIT, "parallel.dp=2"],
+    [*ONEBIT, "parallel.dp=2", "parallel.zero=1"],
+    [*ONEBIT, "train.precision=bf16", "parallel.dp=2"],
+    [*ONEBIT],
 ]
 
 
@@ -112,7 +123,7 @@ def run(name: str, base: Config, changes: list[str]) -> Rung:
     check(config)
     parallel = config.parallel
     estimates = [estimate(config, pp_rank) for pp_rank in range(parallel.pp)]
-    peaks = measure_peaks(config)
+    peaks = measure_peaks(config, steps=2 if config.train.optimizer == "adamw" else 3)
     # The worst rank of each place of the pipeline; the prediction that is furthest off counts.
     per_place = len(peaks) // parallel.pp
     places = [max(peaks[i * per_place : (i + 1) * per_place]) for i in range(parallel.pp)]

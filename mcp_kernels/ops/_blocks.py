@@ -89,7 +89,8 @@ def block_amax(carried: Tensor, largest: float) -> Tensor:
 
 def pack_bits(positive: Tensor) -> Tensor:
     """``[N]`` bool to ``[ceil(N / 8)]`` uint8, lowest bit first."""
-    weights = 2 ** torch.arange(8, device=positive.device)
+    # A byte for each, where whole numbers by default would be eight.
+    weights = (2 ** torch.arange(8, device=positive.device)).to(torch.uint8)
     return (pad_last(positive, 8).view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
 
 

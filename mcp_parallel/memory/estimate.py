@@ -13,6 +13,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.division import microbatch_counts
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory.ledger import Ledger
+from mcp_parallel.memory.onebit import OneBitWeights
 from mcp_parallel.memory.pipeline import PipelineRank
 from mcp_parallel.memory.replay import StageReplay
 from mcp_parallel.memory.sharded import ShardedWeights
@@ -32,8 +33,8 @@ class Estimate:
 
 
 def can_estimate(config: Config) -> bool:
-    """Whether a run is of the kind that is replayed: the Llama family under AdamW."""
-    return config.model.family == "llama" and config.train.optimizer == "adamw"
+    """Whether a run is of the kind that is replayed: the Llama family."""
+    return config.model.family == "llama"
 
 
 def estimate(config: Config, pp_rank: int = 0) -> Estimate:
@@ -61,10 +62,12 @@ def estimate(config: Config, pp_rank: int = 0) -> Estimate:
         step.keep_messages(count - replayed)
     else:
         step = MicrobatchLoop(ledger, stages[0], count)
-    for _ in range(2):  # the second has gradients of the first to forget
+    for _ in range(max(stage.weights.num_steps for stage in stages.values())):
         for stage in stages.values():
             stage.weights.start_step()
         step.run()
+        for stage in stages.values():
+            stage.weights.update()
     return Estimate(ledger.peak, ledger.at_peak)
 
 
@@ -89,6 +92,8 @@ def _weights(
     ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes
 ) -> Weights | ShardedWeights:
     layout = Layout.from_config(config.parallel)
+    if config.train.optimizer == "onebit_adam":
+        return OneBitWeights(ledger, config, sizes, stage)
     if layout.zero > 0 and layout.zero_ranks > 1:
         return ShardedWeights(ledger, config, sizes, stage)
     return Weights(ledger, config, sizes, stage, summed=layout.dp_cp > 1)

@@ -50,6 +50,12 @@ class ShardedWeights:
     def _shard(self, group: str) -> int:
         return -(-self._elements[group] // self.ranks)
 
+    num_steps = 2
+    """As of ``Weights``."""
+
+    def update(self) -> None:
+        """As of ``Weights``."""
+
     def start_step(self) -> None:
         """Gradients of the last step are forgotten."""
         self.ledger.drop(*self._sums.values())

@@ -23,7 +23,14 @@ class Weights:
     """
 
     def __init__(
-        self, ledger: Ledger, config: Config, sizes: Sizes, stage: StageSizes, *, summed: bool
+        self,
+        ledger: Ledger,
+        config: Config,
+        sizes: Sizes,
+        stage: StageSizes,
+        *,
+        summed: bool,
+        has_moments: bool = True,
     ) -> None:
         self.ledger, self.sizes = ledger, sizes
         self.is_narrow = sizes.compute_bytes < sizes.state_bytes
@@ -33,10 +40,12 @@ class Weights:
         ledger.new(elements * sizes.compute_bytes, "parameters")
         if self.is_narrow:
             ledger.new(elements * sizes.state_bytes, "optimizer")  # fp32 values
+        self._buckets: Memory | None = None
         if self.has_buckets:
-            ledger.new(elements * sizes.state_bytes, "gradients")
+            self._buckets = ledger.new(elements * sizes.state_bytes, "gradients")
         each = weights_of(config, sizes, stage).values()
-        ledger.new(moments_bytes(config, each, sizes.state_bytes), "optimizer")
+        if has_moments:
+            ledger.new(moments_bytes(config, each, sizes.state_bytes), "optimizer")
         self._raw: dict[tuple[str, str], Memory] = {}
 
     def start_step(self) -> None:
@@ -79,6 +88,22 @@ class Weights:
 
     def finish_step(self) -> None:
         """Nor for the end of a step."""
+
+    num_steps = 2
+    """Steps until every kind of step was there: the second has gradients of the first to forget."""
+
+    def update(self) -> None:
+        """The optimizer's part of a step, which takes nothing that is not there."""
+
+    def stop_summing(self) -> None:
+        """From now on gradients over dp are the optimizer's to sum."""
+        if self._buckets is None:
+            return
+        if self.is_narrow:  # new buckets, while the optimizer's values still refer to the old ones
+            self.ledger.pass_by(self._buckets.num_bytes, "gradients")
+            return
+        self.ledger.drop(self._buckets)
+        self._buckets, self.has_buckets = None, False
 
 
 def moments_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> int:
