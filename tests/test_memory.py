@@ -56,6 +56,11 @@ NEEDED = {
     *("parallel.pp", "parallel.schedule", "parallel.dp", "parallel.dp_replicate"),
     *("parallel.cp_attention", "train.freeze_step"),
 }
+# What a key saves is less than the tolerance where the other is given.
+SMALL_BESIDE = {
+    "parallel.zero": "train.optimizer=onebit_adam",
+    "memory.activation_checkpointing": "parallel.schedule=zero_bubble",
+}
 SCRIPT = """
 import json, os, sys
 os.environ["KINETO_LOG_LEVEL"] = "99"
@@ -101,7 +106,7 @@ def test_an_estimate_that_leaves_something_out_is_found(tracked):
     for changes, truth in zip(CASES, tracked, strict=True):
         for left_out in range(len(changes)):
             key = changes[left_out].partition("=")[0]
-            if key in NEEDED:
+            if key in NEEDED or SMALL_BESIDE.get(key) in changes:
                 continue
             rest = [c for i, c in enumerate(changes) if i != left_out]
             guess = max(predicted(config_of(rest)))
