@@ -74,8 +74,8 @@ def test_every_layout_gives_the_same_figures(ranks, layout):
     assert all(figure > 2**20 for figure in results[0]["memory_bytes_by_rank"])
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS["dp2tp2 zero2"], LAYOUTS["dp2pp2 zbv"]])
-def test_float32_agrees_to_a_hundred_thousandth(ranks, layout):
+def test_float32_agrees_to_a_hundred_thousandth(ranks):
+    layout = LAYOUTS["dp2tp2 zero2"]
     # One step: from the second on, Adam turns rounding noise of single elements into full moves.
     config = configure(layout, monitor={"health_every": 1})
     alone = run(0, 1, replace(config, parallel=configure().parallel), 1)
@@ -157,12 +157,9 @@ def test_a_large_parameter_is_read_at_the_same_places_wherever_it_is_cut(monkeyp
     assert by_rows == by_columns == alone
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
-def test_what_runs_again_in_backward_is_counted_once(checkpointing):
+def test_what_runs_again_in_backward_changes_nothing():
     plain = configure(train={"precision": "fp64"})
-    config = configure(
-        train={"precision": "fp64"}, memory={"activation_checkpointing": checkpointing}
-    )
+    config = configure(train={"precision": "fp64"}, memory={"activation_checkpointing": "full"})
     assert worst_difference(run(0, 1, config), run(0, 1, plain)) == 0.0
 
 

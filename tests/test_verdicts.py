@@ -69,8 +69,6 @@ NOT_FINITE = {
     # 1e37 times a gate of 1e37 is beyond float32: what the last product is given.
     "forward one": (Layout(), huge_weight, "blocks.1.ffn.w2", "input"),
     "forward tp2": (Layout(tp=2), huge_weight, "blocks.1.ffn.w2", "input"),
-    "forward pp2": (Layout(pp=2), huge_weight, "blocks.1.ffn.w2", "input"),
-    "backward one": (Layout(), broken_backward, *NORM),
     "backward pp2": (Layout(pp=2), broken_backward, *NORM),
 }
 
@@ -195,7 +193,13 @@ def test_a_corrupted_batch_is_a_loss_spike_told_once(tmp_path):
     assert spikes[0]["value"] == lines(tmp_path, "metrics.jsonl")[29]["loss_z"] > 6
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(Layout(dp=2), id="dp2"),
+        pytest.param(Layout(pp=2), id="pp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_clean_run_of_200_steps_has_no_verdict(ranks, tmp_path, layout):
     steps = {"steps": 200, "warmup_steps": 20, "global_batch_size": 8, "micro_batch_size": 4}
     config = configure(layout, train=steps, monitor={"health_every": 20})
