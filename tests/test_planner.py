@@ -224,7 +224,8 @@ def test_targets_of_the_validation():
     judged = summarize([row for row in rows if not row.is_fitted])
     assert judged.median_error <= 0.15
     assert judged.rank_correlation >= 0.9
-    assert summarize(rows).most_memory <= USABLE
+    # A trainer that checkpoints some blocks fills a card to the limit, within rounding.
+    assert summarize(rows).most_memory <= USABLE + 1e-9
     dense = summarize([row for row in rows if row.run.table in "AB"])
     assert dense.found_held >= 0.75 * dense.rows
 
