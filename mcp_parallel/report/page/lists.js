@@ -179,9 +179,7 @@ class ListChart {
   }
 
   placeBox(x, top) {
-    const isRight = x > this.width / 2;
-    this.box.style.left = isRight ? "auto" : `${x + 12}px`;
-    this.box.style.right = isRight ? `${this.width - x + 12}px` : "auto";
+    placeBox(this.box, x, this.width);
     this.box.style.top = `${top}px`;
   }
 

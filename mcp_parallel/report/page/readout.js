@@ -73,9 +73,15 @@ function fillBox(chart, points, x) {
     el("table", {}, ...rows),
     ...verdictsNear(chart).map((text) => el("p", { class: "told" }, text)),
   );
-  const isRight = x > chart.size[0] / 2;
-  chart.box.style.left = isRight ? "auto" : `${x + 12}px`;
-  chart.box.style.right = isRight ? `${chart.size[0] - x + 12}px` : "auto";
+  placeBox(chart.box, x, chart.size[0]);
+}
+
+// Beside x, on the side where a plot of that width has more room.
+function placeBox(box, x, width) {
+  const isRight = x > width / 2;
+  box.style.left = isRight ? "auto" : `${x + 12}px`;
+  box.style.right = isRight ? `${width - x + 12}px` : "auto";
+  box.style.maxWidth = `min(26rem, ${Math.round((isRight ? x : width - x) - 16)}px)`;
 }
 
 function axisWords(points) {
