@@ -20,7 +20,7 @@ from preparing import segments, shard_of, texts_in
 from mcp_parallel.data.prepare import build as steps
 from mcp_parallel.data.prepare import recipe as recipes
 from mcp_parallel.data.prepare.pieces import Cut, pieces_of, texts_of
-from mcp_parallel.data.prepare.sources import find_sources
+from mcp_parallel.data.prepare.sources import SourceError, find_sources
 
 tokenizers = pytest.importorskip("tokenizers")
 pyarrow = pytest.importorskip("pyarrow")
@@ -198,6 +198,22 @@ def test_a_run_killed_at_any_time_goes_on(tmp_path):
     again = built((shards, recipe, None), out, 1)
     assert again.num_kept == made
     assert texts_in(out) == [f"{number}\n{text}" for number in range(16)]
+
+
+def test_a_worker_that_is_ended_is_an_error_with_a_way_out(many, tmp_path):
+    shards, recipe, wanted = many
+
+    def end_one(num_bytes, tokens):
+        for pid in child_pids(os.getpid()):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(SourceError, match="--jobs must be as many processes as the memory holds"):
+        steps.build(shards, str(out), out, recipe, 2, end_one)
+    built(many, out, 1)
+    assert texts_in(out) == wanted
 
 
 def child_pids(pid):

@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -78,7 +79,8 @@ def build(
         skip_bad: leave broken shards out and name them in the index.
 
     Raises:
-        SourceError: a shard is broken, or none is whole; parts of others stay for the next run.
+        SourceError: a shard is broken, or none is whole, or a process was ended from outside;
+            finished parts stay for the next run.
         StorageError: a URL cannot be reached.
         OSError: a file cannot be read or written.
 
@@ -162,6 +164,11 @@ def _make(
                 progress(counters[0], counters[1])
                 for future in done:
                     yield running.pop(future), future.result()
+        except BrokenProcessPool:
+            raise SourceError(
+                f"data: --jobs must be as many processes as the memory holds, got {jobs}, one of "
+                "which was ended; use fewer, finished pieces are taken over"
+            ) from None
         finally:
             pool.shutdown(cancel_futures=True)
 
