@@ -3,7 +3,7 @@
 Trains ``tiny`` twice for a minute at most each, on data x tensor parallel ranks and on a pipeline,
 makes the page of both with ``mcp-parallel report`` and photographs it in a headless browser: its
 top to ``docs/report.png``, pipeline and layout, dark, to ``docs/report-layout.png``. ``--runs A B``
-takes runs that are there. Cost: about 70 s on two cores.
+takes runs that are there. Cost: a minute or two on two quiet cores.
 """
 
 from __future__ import annotations
