@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcp_kernels import spans
+from mcp_kernels import matmul_all_reduce, spans
 from mcp_kernels.spans import communicates, communication, metering, recording, span
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
@@ -81,6 +81,30 @@ def test_waits_that_something_else_counts_are_communication_outside_of_spans():
             time.sleep(0.01)
         assert meter.take_communication_s() >= 0.01 <= recorder.take_communication_s()
     assert spans._meter is None
+
+
+def wait_for_a_peer(rank, world):
+    """(seconds of a fused op, those that count as communication)."""
+    import mcp_kernels.shm  # noqa: F401 (registers the backend)
+    from mcp_kernels import _shm
+
+    group = dist.new_group(list(range(world)), backend="shm")
+    x, weight = torch.ones(8, 16), torch.ones(4, 16)
+    matmul_all_reduce(x, weight, group=group)
+    with metering(_shm.waited_s) as meter:
+        if rank == 1:
+            time.sleep(0.3)
+        start = time.perf_counter()
+        matmul_all_reduce(x, weight, group=group)
+        return time.perf_counter() - start, meter.take_communication_s()
+
+
+def test_waits_inside_of_a_fused_op_are_communication_of_the_rank_that_waits(ranks):
+    pytest.importorskip("mcp_kernels._shm")
+    (elapsed_s, waited_s), (_, slept_s) = ranks.run(wait_for_a_peer, ranks=2)
+    # Rank 0 has next to nothing to do but to wait for 0.3 s, or less where it came late itself.
+    assert elapsed_s - 0.1 <= waited_s <= elapsed_s + 1e-3
+    assert slept_s < 0.3  # its own sleep is no waiting for others
 
 
 def test_an_error_ends_a_span_of_communication():
