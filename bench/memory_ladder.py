@@ -22,6 +22,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracker is torch's profil
 
 from mcp_parallel.check import check
 from mcp_parallel.config import Config
+from mcp_parallel.layout import Layout
 from mcp_parallel.memory.estimate import estimate
 from mcp_parallel.memory.measure import measure_peaks
 
@@ -125,8 +126,11 @@ def run(name: str, base: Config, changes: list[str]) -> Rung:
     estimates = [estimate(config, pp_rank) for pp_rank in range(parallel.pp)]
     peaks = measure_peaks(config, steps=2 if config.train.optimizer == "adamw" else 3)
     # The worst rank of each place of the pipeline; the prediction that is furthest off counts.
-    per_place = len(peaks) // parallel.pp
-    places = [max(peaks[i * per_place : (i + 1) * per_place]) for i in range(parallel.pp)]
+    layout = Layout.from_config(parallel)
+    places = [0] * parallel.pp
+    for rank, peak in enumerate(peaks):
+        place = layout.coordinate(rank).pp
+        places[place] = max(places[place], peak)
     pairs = list(zip(places, estimates, strict=True))
     tracked, predicted = max(pairs, key=lambda pair: abs(pair[1].peak_bytes / pair[0] - 1))
     if name:  # the ladder: what a rank needs
