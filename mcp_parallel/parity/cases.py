@@ -215,17 +215,17 @@ def _resume_cases() -> tuple[Case, ...]:
             _case("resume tied pp2 zbv to dp2", TIED, microbatches=4, pp=2, schedule="zbv"), dp=2
         ),
         _resumed(
-            _case("resume pp2 split 1,3 to pp2 zbv", PLAIN, 4, pp=2, stage_split="1,3"),
+            _case("resume pp2 split 1,4 to pp2 zbv", FIVE_LAYERS, 4, pp=2, stage_split="1,4"),
             microbatches=4,
             pp=2,
             schedule="zbv",
             stage_split="model",
         ),
         _resumed(
-            _case("resume dp2 3,1 to pp2 split 3,1", PLAIN, 2, dp=2, dp_shares="3,1"),
+            _case("resume dp2 3,1 to pp2 split 4,1", FIVE_LAYERS, 2, dp=2, dp_shares="3,1"),
             microbatches=2,
             pp=2,
-            stage_split="3,1",
+            stage_split="4,1",
         ),
         _resumed(
             _case("resume odd-vocab tp4 to dp2pp2", ODD_VOCAB, tp=4), microbatches=2, dp=2, pp=2
@@ -316,7 +316,7 @@ MATRIX = (
     _case("5-layers pp4", FIVE_LAYERS, microbatches=4, pp=4),
     _case("6-layers pp4 zero_bubble", SIX_LAYERS, microbatches=4, pp=4, schedule="zero_bubble"),
     _case("7-layers pp4 gpipe", SEVEN_LAYERS, microbatches=2, pp=4, schedule="gpipe"),
-    _case("pp2 split 3,1", microbatches=4, pp=2, stage_split="3,1"),
+    _case("5-layers pp2 split 4,1", FIVE_LAYERS, 4, pp=2, stage_split="4,1"),
     _case(
         "7-layers pp2 zbv split 3,2,1,1",
         SEVEN_LAYERS,
