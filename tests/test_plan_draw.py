@@ -110,7 +110,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys):
     [
         (RUN, "--draw must be given"),
         (["plan", "--draw"], "parallel.pp must be 2 or more"),
-        ([*RUN, "--draw", "/nonexistent/x.png"], "must name a file that can be written"),
+        ([*RUN, "--draw", "no-such-folder/x.png"], "must name a file that can be written"),
         ([*RUN, "--draw", "--costs", "1,2"], "--costs must be four numbers"),
         ([*RUN, "--draw", "--costs", "1,1,0,0"], "--costs must be four numbers"),
         ([*RUN, "--draw", "--costs", "1,1,nan,0"], "--costs must be four numbers"),
