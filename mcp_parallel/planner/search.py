@@ -243,7 +243,9 @@ class _Search:
             self.found.judged += 1
             if memory.total <= self.limit:
                 return self._fitting(chosen, memory, before)
-            if memory.state > self.limit:
+            if memory.state > self.limit:  # no level fits: told with the one that comes nearest
+                chosen = variant._replace(activation_checkpointing=levels[-1])
+                memory = peak_memory(self.job, chosen)
                 break
             before = memory
         assert memory is not None, "fixed checkpointing is one of three"
