@@ -137,6 +137,7 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
     folder.create()
     with folder.lock():
         start = find_start(config, folder)
+        is_new = not folder.holds_run()
         folder.write_config(_anchored(config).to_yaml())
         for note in host_notes(config, own_cuts()):
             sys.stderr.write(f"slow on these hosts: {note}\n")
@@ -145,7 +146,13 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
                 sys.stdout.write(f"{options.note}\n")
             sys.stdout.write(_headline(config, folder, start))
             sys.stdout.flush()
-        yield folder, start
+        try:
+            yield folder, start
+        except ConfigError:
+            # What was refused before its first step is no run, and does not refuse the next one.
+            if is_new and not folder.metrics_file.exists():
+                folder.config_file.unlink(missing_ok=True)
+            raise
 
 
 def _anchored(config: Config) -> Config:
