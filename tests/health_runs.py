@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+from contexts import rank_context
 
 from mcp_parallel.config import Config, ParallelConfig
-from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
 from mcp_parallel.trainer import Trainer
 
@@ -48,13 +46,7 @@ def train(
     plant: Callable[[Trainer], None] | None = None,
 ) -> int:
     """A rank's run; ``plant`` is given its trainer before it begins."""
-    context = RankContext(
-        rank=rank,
-        world_size=world,
-        local_rank=rank,
-        device=torch.device("cpu"),
-        store=dist.HashStore(),
-    )
+    context = rank_context(rank, world)
     trainer = Trainer(config, context, run_dir=folder)
     if plant is not None:
         plant(trainer)

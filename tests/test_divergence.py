@@ -11,12 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from configs import config_of
+from contexts import rank_context
 
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.errors import DIVERGED, OK
-from mcp_parallel.launch.context import RankContext
 from mcp_parallel.launch.start import choose_folder, find_start
 from mcp_parallel.monitor.divergence import find_recovery
 from mcp_parallel.trainer import Trainer
@@ -53,15 +52,7 @@ def run_config(dp, *, steps, every, lr, **train):
 
 
 def fit(config, run_dir, rank=0, world=1, resume_from=None):
-    import torch.distributed as dist
-
-    context = RankContext(
-        rank=rank,
-        world_size=world,
-        local_rank=rank,
-        device=torch.device("cpu"),
-        store=dist.HashStore(),
-    )
+    context = rank_context(rank, world)
     return Trainer(config, context, None, run_dir, resume_from=resume_from).fit()
 
 

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from contexts import rank_context
 
 from mcp_kernels import matmul_all_reduce, spans
 from mcp_kernels.spans import communicates, communication, metering, recording, span
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError
-from mcp_parallel.launch.context import RankContext
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor.profile import traced_steps
 from mcp_parallel.trainer import Trainer
@@ -153,13 +153,7 @@ def train(rank, world, folder, layout, steps):
             CONFIG.parallel, dp=layout.dp, tp=layout.tp, pp=layout.pp, zero=layout.zero
         ),
     )
-    context = RankContext(
-        rank=rank,
-        world_size=world,
-        local_rank=rank,
-        device=torch.device("cpu"),
-        store=dist.HashStore(),
-    )
+    context = rank_context(rank, world)
     return Trainer(config, context, run_dir=folder, profile_steps=steps).fit()
 
 
