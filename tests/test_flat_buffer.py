@@ -43,8 +43,13 @@ def test_large_buffers_ask_for_huge_pages_and_start_at_one():
     buffer = flat_buffer(2 * HUGE_PAGE_BYTES)
     assert buffer.data_ptr() % HUGE_PAGE_BYTES == 0
     assert "hg" in flags_of(buffer.data_ptr())
-    small = flat_buffer(1000)
-    assert "hg" not in flags_of(small.data_ptr())
+
+
+def test_small_buffers_are_zeros_of_torch_and_ask_for_nothing():
+    # Flags of a small buffer's mapping would tell what the heap below it was used for before; a
+    # mapping of our own, which alone is advised, cannot be resized.
+    assert flat_buffer(HUGE_PAGE_BYTES // 4).untyped_storage().resizable()
+    assert not flat_buffer(2 * HUGE_PAGE_BYTES).untyped_storage().resizable()
 
 
 @pytest.mark.skipif(not SMAPS.exists(), reason="no /proc/self/smaps: not Linux")
