@@ -189,13 +189,8 @@ class TrainingStep:
         occupation = self.executor.occupation
         own_s = self.work.own_s_by_rank(0.0 if occupation is None else occupation.unseen_s)
         flags = [stop, not self.optimizer.ready_to_switch(), *own_s, *self._occupation()]
-        sums = torch.stack(
-            [
-                self.optimizer.square_sum(),
-                loss_here.double().cpu(),
-                *torch.tensor(flags, dtype=torch.float64),
-            ]
-        )
+        norm_and_loss = torch.stack([self.optimizer.square_sum(), loss_here.double().cpu()])
+        sums = torch.cat([norm_and_loss, torch.tensor(flags, dtype=torch.float64)])
         if self.mesh.world is not None:
             sums = sums.to(self.mesh.device)
             with communication("sum of the totals"):

@@ -14,8 +14,9 @@ from mcp_parallel.config import Config
 from mcp_parallel.data.source import open_data, source_of
 from mcp_parallel.layout import Layout
 from mcp_parallel.monitor import parameters
+from mcp_parallel.monitor.activations import Activations
 from mcp_parallel.monitor.fields import FIELDS
-from mcp_parallel.monitor.parameters import sample_of
+from mcp_parallel.monitor.parameters import Sample
 from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.parallel.shards import Shard
 from mcp_parallel.step import TrainingStep
@@ -127,6 +128,27 @@ def test_figures_are_what_they_are_called():
     assert not block._forward_hooks.keys() - {next(iter(block._forward_hooks))}
 
 
+def test_a_unit_is_awake_whichever_token_of_whichever_micro_batch_wakes_it():
+    config = configure()
+    mesh = build_mesh(Layout(), torch.device("cpu"))
+    [stage] = TrainingStep(config, mesh).stages
+    last = {index: block.ffn.w2 for index, block in stage.model.blocks.items()}
+    looks = Activations([stage], mesh, config.model.num_layers)
+    first = torch.ones(2, 100, 42)
+    first[..., 3:6] = 0.9e-4  # three units that stay below
+    first[1, 99, 4] = -1.1e-4  # one of which the last token wakes
+    second = torch.full((2, 100, 42), 1e-9)
+    second[0, 80, 5] = 1.0  # and one a token of the next micro-batch
+    for batch in (first, second):
+        last["1"](batch)
+        last["2"](batch.flip(0, 1))
+    last["3"](torch.ones(1, 1, 42))  # all at the first look
+    last["3"](second)
+    looks.remove()
+    last["1"](torch.ones(2, 100, 42))
+    assert looks.share()[:, 3:].tolist() == [[0, 0], [1, 42], [1, 42], [0, 42]]
+
+
 def test_a_large_parameter_is_read_at_the_same_places_wherever_it_is_cut(monkeypatch):
     monkeypatch.setattr(parameters, "MOST_ELEMENTS", 40)
     whole = torch.arange(12.0 * 10).view(12, 10)  # every third column
@@ -148,7 +170,7 @@ def test_a_large_parameter_is_read_at_the_same_places_wherever_it_is_cut(monkeyp
         shard = Part("w", nn.Parameter(torch.zeros(1)), True, False)
         object.__setattr__(shard, "at", (rows.start, columns.start))
         object.__setattr__(shard, "values", whole[rows, columns])
-        return set(sample_of(shard).flatten().tolist())
+        return set(Sample.of(shard).view(shard.local).flatten().tolist())
 
     alone = part(slice(0, 12), slice(0, 10))
     assert alone == {10.0 * row + column for row in range(12) for column in (0, 3, 6, 9)}

@@ -16,8 +16,7 @@ import pytest
 
 from mcp_parallel.config import Config
 from mcp_parallel.errors import DIVERGED, OK, STOPPED, ConfigError
-from mcp_parallel.monitor import metrics, progress
-from mcp_parallel.monitor.metrics import MetricsWriter
+from mcp_parallel.monitor import progress
 from mcp_parallel.monitor.monitor import Monitor
 from mcp_parallel.monitor.probe import Health
 from mcp_parallel.monitor.progress import Progress, describe, eta_text
@@ -227,32 +226,6 @@ def test_ranks_that_are_not_main_touch_nothing(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_tensorboard_holds_the_same_curve_without_steps_that_were_done_again(tmp_path):
-    accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    ).EventAccumulator
-    folder = RunFolder(tmp_path)
-    for start, stop in ((0, 6), (4, 8)):
-        writer = MetricsWriter(folder, tensorboard=True, start_step=start)
-        for step in range(start + 1, stop + 1):
-            writer.log({"step": step, "loss": float(start + step), "grad_norm": math.nan})
-        writer.close()
-    events = accumulator(str(folder.tensorboard_dir))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["train/loss"]
-    curve = [(event.step, event.value) for event in events.Scalars("train/loss")]
-    assert curve == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11), (8, 12)]
-
-
-def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(metrics.importlib.util, "find_spec", lambda name: None)
-    writer = MetricsWriter(RunFolder(tmp_path), tensorboard=True)
-    writer.log({"step": 1, "loss": 1.0})
-    writer.close()
-    assert "pip install tensorboard" in capfd.readouterr().err
-    assert rows(tmp_path) == [{"step": 1, "loss": 1.0}]
-
-
 # ---------------------------------------------------------------- progress
 
 
@@ -326,6 +299,23 @@ def test_the_bar_shows_the_numbers_and_only_what_the_terminal_can_show(monkeypat
     assert "12,346 tokens/s" in text
     assert "\x1b[38;" in text or "\x1b[32m" in text  # coloured
     assert text.isascii() == (encoding == "ascii")
+
+
+def test_the_bar_is_drawn_once_a_second_and_at_the_end(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    stream = Terminal("utf-8")
+    display = Progress(8, 0, stream)
+    for step in range(1, 9):
+        clock[0] = 0.3 * step
+        display.update({"step": step, "loss": step / 8, "grad_norm": 1.0, "tokens_per_s": 1.0})
+    drawn = [step for step in range(1, 9) if f"loss {step / 8:.4f}" in stream.getvalue()]
+    assert drawn == [1, 5]  # at 0.3 and 1.5 s
+    assert "8/8" not in stream.getvalue()
+    display.close()
+    assert "8/8" in stream.getvalue()
 
 
 def test_no_color_is_honoured(monkeypatch):

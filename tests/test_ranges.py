@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from mcp_parallel.monitor.progress import Progress
 from mcp_parallel.monitor.stragglers import Stragglers
 from mcp_parallel.monitor.throughput import flops_per_sample, flops_per_step, stage_flops
 from mcp_parallel.monitor.verdicts import Finding, Verdicts
-from mcp_parallel.monitor.windows import FEWEST, WINDOW, Window
+from mcp_parallel.monitor.windows import FEWEST, RECENT, WINDOW, Window
 
 # ---------------------------------------------------------------- windows
 
@@ -40,6 +41,18 @@ def test_a_robust_z_is_deviations_from_the_median_and_outliers_do_not_move_it():
     assert spoilt.robust_z(middle + 3 * spread) == pytest.approx(3, rel=0.35)
     assert plain.robust_z(math.nan) is None
     assert filled([2.0] * WINDOW).robust_z(2.01) == pytest.approx(0.5)  # not infinite
+
+
+def test_a_window_has_the_medians_of_the_values_that_are_left_in_it():
+    generator = random.Random(2)
+    values, window = [], Window()
+    for _ in range(3 * WINDOW):
+        values.append(generator.choice([0.0, 1.0, generator.uniform(-1, 1)]))  # many are equal
+        window.add(values[-1])
+        if len(values) >= FEWEST:
+            kept = values[-WINDOW:]
+            assert window.median() == statistics.median(kept)
+            assert window.recent_median() == statistics.median(kept[-RECENT:])
 
 
 def test_a_window_says_nothing_before_it_knows_enough_and_forgets():

@@ -18,7 +18,7 @@ _PACKAGES = {
     "safetensors": None,
     "PyYAML": None,
     "rich": "there is no progress bar",
-    "tensorboard": "metrics go to metrics.jsonl only",
+    "tensorboard": "events are written, and nothing here shows their curves",
     "triton": "GPU kernels run as plain PyTorch",
 }
 

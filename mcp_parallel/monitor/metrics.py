@@ -1,27 +1,29 @@
-"""Metrics of a run on disk: ``metrics.jsonl`` always, TensorBoard events where it is installed."""
+"""Metrics of a run on disk: ``metrics.jsonl``, and TensorBoard events beside it. No torch."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mcp_parallel.monitor.events import EventWriter
 from mcp_parallel.monitor.run_folder import RunFolder
 
 # What is no curve of its own in TensorBoard.
 _NOT_CURVES = frozenset({"step", "tokens"})
+_JSON = json.JSONEncoder(allow_nan=False)
 
 
 class MetricsWriter:
     """Appends records of steps; a resumed run continues where its checkpoint was.
 
+    Each record is handed to the system before ``log`` returns: a process that is killed loses none.
+
     Args:
         run_folder: where ``metrics.jsonl`` and ``tensorboard/`` go.
-        tensorboard: also write TensorBoard events, when it can be imported.
+        tensorboard: also write TensorBoard events.
         start_step: steps done before this run; rows of later steps, which a run wrote after the
             checkpoint that this one starts from, are dropped, so that steps stay unique.
     """
@@ -30,9 +32,9 @@ class MetricsWriter:
         run_folder.create()
         self.last_kept = drop_rows_after(run_folder.metrics_file, start_step)
         """The newest record before this run, or None."""
-        self._file = run_folder.metrics_file.open("a", encoding="utf-8")
+        self._file = run_folder.metrics_file.open("ab")
         self._events = (
-            _open_events(run_folder.tensorboard_dir, start_step + 1) if tensorboard else None
+            EventWriter(run_folder.tensorboard_dir, start_step + 1) if tensorboard else None
         )
 
     def log(self, record: Mapping[str, Any]) -> None:
@@ -40,25 +42,32 @@ class MetricsWriter:
 
         A number that is not finite becomes null.
         """
-        row = {name: _plain(value) for name, value in record.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        try:
+            line = _JSON.encode(record)
+        except ValueError:  # a number that is not finite
+            record = {name: _plain(value) for name, value in record.items()}
+            line = _JSON.encode(record)
+        self._file.write(line.encode() + b"\n")
         self._file.flush()
         if self._events is not None:
-            for name, value in row.items():
-                if name not in _NOT_CURVES:
-                    for curve, number in _curves(name, value):
-                        self._events.add_scalar(curve, number, row["step"])
+            self._events.scalars(record["step"], _points(record))
 
     def note(self, step: int, text: str) -> None:
         """A line of text beside the curves of TensorBoard."""
         if self._events is not None:
-            self._events.add_text("verdicts", text, step)
+            self._events.text(step, "verdicts", text)
 
     def close(self) -> None:
-        """Put everything on disk."""
+        """Nothing follows."""
         self._file.close()
         if self._events is not None:
             self._events.close()
+
+
+def _points(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name not in _NOT_CURVES:
+            yield from _curves(name, value)
 
 
 def _curves(name: str, value: Any) -> Iterator[tuple[str, float]]:
@@ -109,17 +118,3 @@ def drop_rows_after(path: Path, step: int) -> dict[str, Any] | None:
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
     return last
-
-
-def _open_events(folder: Path, first_step: int) -> Any:
-    """A SummaryWriter, or None when TensorBoard is not installed: said once a process."""
-    if importlib.util.find_spec("tensorboard") is None:
-        sys.stderr.write(
-            "no TensorBoard events: tensorboard is not installed (pip install tensorboard); "
-            "metrics.jsonl has the same numbers\n"
-        )
-        return None
-    # Takes a second or more to import, so neither before it is needed nor on other ranks.
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    return SummaryWriter(log_dir=str(folder), purge_step=first_step)

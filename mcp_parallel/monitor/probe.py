@@ -90,6 +90,7 @@ class Probe:
         self._is_owed = False
         self._activations: Activations | None = None
         self._norms: ParameterNorms | None = None
+        self._is_looking = False
         self._memory: StepMemory | None = None
         self._memory_is_known = mesh.device.type != "cpu" or not config.monitor.step_memory
 
@@ -99,13 +100,11 @@ class Probe:
         if not due:
             return False
         self._is_owed = True
-        if self._layers is None:
+        self._is_looking = True
+        if self._norms is None:
             self._layers = Layers.of(self._config.model)
-        self._norms = ParameterNorms(
-            [shard for stage in self._stages for shard in stage.shards],
-            self._optimizer,
-            self._layers,
-        )
+            shards = [shard for stage in self._stages for shard in stage.shards]
+            self._norms = ParameterNorms(shards, self._optimizer, self._layers)
         if self._config.monitor.activations:
             self._activations = Activations(self._stages, self._mesh, self._config.model.num_layers)
         # Beside a profiler that runs already there can be no other.
@@ -120,7 +119,8 @@ class Probe:
             self._activations.remove()
         if self._memory is not None:
             self._memory.stop()
-        self._activations = self._norms = self._memory = None
+        self._activations = self._memory = None
+        self._is_looking = False
 
     def before(self, scale: float) -> None:
         """Gradients are summed, parameters are about to move.
@@ -130,19 +130,20 @@ class Probe:
         """
         if self._activations is not None:
             self._activations.remove()
-        if self._norms is not None:
+        if self._is_looking and self._norms is not None:
             self._norms.before(scale)
 
     def after(self) -> Health | None:
         """Parameters have moved; what was seen, where this step was looked into. Collective."""
-        if self._norms is None:
+        if not self._is_looking:
             return None
+        assert self._norms is not None
         assert self._layers is not None
         parts = [self._norms.after(), *self._own_memory()]
         if self._activations is not None:
             parts.append(self._activations.share())
-        self._activations = self._norms = self._memory = None
-        self._is_owed = False
+        self._activations = self._memory = None
+        self._is_looking = self._is_owed = False
         sums = self._summed(parts)
         return _health(self._layers, sums)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -12,6 +13,8 @@ from typing import Any, TextIO
 # Plain lines: this many over a run, and one at least this often.
 _PLAIN_LINES = 10
 _PLAIN_EVERY_S = 10.0
+# Drawing a bar takes 2 ms of the training process.
+_BAR_EVERY_S = 1.0
 
 
 class Progress:
@@ -127,6 +130,8 @@ class _Lines:
 
 
 class _Bar:
+    """Drawn by the steps themselves, not too often; between steps there is nothing new to show."""
+
     def __init__(self, stream: TextIO, total_steps: int, start_step: int, unit: str) -> None:
         self._unit = unit
         from rich.console import Console
@@ -140,19 +145,29 @@ class _Bar:
             TextColumn("ETA"),
             TimeRemainingColumn(),
             console=Console(file=stream),
-            # Four times a second is smooth enough and costs nothing beside a training step.
-            refresh_per_second=4,
+            auto_refresh=False,
         )
         self._task = self._bar.add_task(
             "train", total=total_steps, completed=start_step, numbers="starting"
         )
         self._bar.start()
+        self._unshown: Mapping[str, Any] | None = None
+        self._shown_s = -math.inf
 
     def update(self, record: Mapping[str, Any]) -> None:
-        self._bar.update(self._task, completed=record["step"], numbers=describe(record, self._unit))
+        self._unshown = record
+        if time.monotonic() - self._shown_s >= _BAR_EVERY_S:
+            self._show(record)
 
     def say(self, line: str) -> None:
         self._bar.console.print(line, markup=False, highlight=False)
 
     def close(self) -> None:
+        if self._unshown is not None:
+            self._show(self._unshown)
         self._bar.stop()
+
+    def _show(self, record: Mapping[str, Any]) -> None:
+        numbers = describe(record, self._unit)
+        self._bar.update(self._task, completed=record["step"], numbers=numbers, refresh=True)
+        self._shown_s, self._unshown = time.monotonic(), None

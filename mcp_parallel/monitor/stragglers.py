@@ -36,7 +36,7 @@ class Stragglers:
 
     def __init__(self, config: Config, hosts: Sequence[str]) -> None:
         layout = Layout.from_config(config.parallel)
-        self._factor = config.monitor.straggler_factor
+        factor = config.monitor.straggler_factor
         self._num_steps = config.monitor.straggler_steps
         self._hosts = hosts
         places = [layout.coordinate(rank) for rank in range(layout.world_size)]
@@ -46,7 +46,10 @@ class Stragglers:
         self._groups: dict[int, list[int]] = {}
         for rank, place in enumerate(places):
             self._groups.setdefault(place.pp if self._is_alike else 0, []).append(rank)
-        self._ratios: list[deque[float]] = [deque(maxlen=self._num_steps) for _ in places]
+        self._limit = factor * (1.0 if self._is_alike else _UNLIKE)
+        self._fewest = math.ceil(_NEARLY_ALL * self._num_steps)
+        self._ratios: list[deque[float]] = [deque() for _ in places]
+        self._num_slow = [0] * len(places)
 
     def add(self, own_s: Sequence[float]) -> list[Finding]:
         """Take in a step's times by rank; the ranks that are slow by now."""
@@ -55,19 +58,24 @@ class Stragglers:
         pace = [seconds / work for seconds, work in zip(own_s, self._work, strict=True)]
         for group in self._groups.values():
             ordered = sorted(group, key=lambda rank: pace[rank])
-            for rank in group:
-                usual = pace[_median_of_others(ordered, rank)]
-                self._ratios[rank].append(pace[rank] / usual if usual > 0 else 1.0)
-        limit = self._factor * (1.0 if self._is_alike else _UNLIKE)
-        fewest = math.ceil(_NEARLY_ALL * self._num_steps)
+            for place, rank in enumerate(ordered):
+                usual = pace[_median_of_others(ordered, place)]
+                self._note(rank, pace[rank] / usual if usual > 0 else 1.0)
         return [
-            self._finding(rank, own_s[rank], statistics.median(ratios), limit)
-            for rank, ratios in enumerate(self._ratios)
-            if sum(ratio > limit for ratio in ratios) >= fewest
+            self._finding(rank, own_s[rank])
+            for rank, num_slow in enumerate(self._num_slow)
+            if num_slow >= self._fewest
         ]
 
-    def _finding(self, rank: int, seconds: float, ratio: float, limit: float) -> Finding:
-        host = self._hosts[rank]
+    def _note(self, rank: int, ratio: float) -> None:
+        ratios = self._ratios[rank]
+        ratios.append(ratio)
+        self._num_slow[rank] += ratio > self._limit
+        if len(ratios) > self._num_steps:
+            self._num_slow[rank] -= ratios.popleft() > self._limit
+
+    def _finding(self, rank: int, seconds: float) -> Finding:
+        host, ratio = self._hosts[rank], statistics.median(self._ratios[rank])
         return Finding(
             kind="straggler",
             what=f"rank {rank} on host {host} works {seconds:.3g} s a step, {ratio:.1f} times what "
@@ -78,11 +86,11 @@ class Stragglers:
             where=f"rank {rank}",
             host=host,
             value=ratio,
-            high=limit,
+            high=self._limit,
         )
 
 
-def _median_of_others(ordered: list[int], rank: int) -> int:
-    """The rank in the middle of the others, the slower of two."""
-    others = [other for other in ordered if other != rank]
-    return others[len(others) // 2]
+def _median_of_others(ordered: Sequence[int], place: int) -> int:
+    """The rank in the middle of all but that at ``place``, the slower of two."""
+    middle = (len(ordered) - 1) // 2
+    return ordered[middle if middle < place else middle + 1]

@@ -6,8 +6,9 @@ No torch.
 from __future__ import annotations
 
 import math
-import statistics
+from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 # Steps looked back at: long enough for a median, short enough to follow a loss that falls.
 WINDOW = 50
@@ -26,12 +27,17 @@ class Window:
     """The last ``WINDOW`` values of something."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._values: deque[float] = deque()
+        self._ordered: list[float] = []
 
     def add(self, value: float) -> None:
         """Take in the newest value; one that is not finite is left out."""
-        if math.isfinite(value):
-            self._values.append(value)
+        if not math.isfinite(value):
+            return
+        if self.is_full:
+            del self._ordered[bisect_left(self._ordered, self._values.popleft())]
+        self._values.append(value)
+        insort(self._ordered, value)
 
     @property
     def is_full(self) -> bool:
@@ -45,13 +51,13 @@ class Window:
 
     def median(self) -> float | None:
         """Of the values; None with fewer than ``FEWEST``."""
-        return statistics.median(self._values) if len(self._values) >= FEWEST else None
+        return _middle(self._ordered) if len(self._values) >= FEWEST else None
 
     def recent_median(self) -> float | None:
         """Of the newest ``RECENT`` values; None where there are hardly any before them."""
         if len(self._values) < FEWEST:
             return None
-        return statistics.median(list(self._values)[-RECENT:])
+        return _middle(sorted(self._values[-place] for place in range(1, RECENT + 1)))
 
     def robust_z(self, value: float) -> float | None:
         """How many deviations ``value`` lies above the median; None with fewer than ``FEWEST``.
@@ -62,5 +68,11 @@ class Window:
         middle = self.median()
         if middle is None or not math.isfinite(value):
             return None
-        spread = _NORMAL * statistics.median(abs(one - middle) for one in self._values)
+        spread = _NORMAL * _middle(sorted([abs(one - middle) for one in self._values]))
         return (value - middle) / max(spread, _LEAST_DEVIATION * abs(middle), 1e-12)
+
+
+def _middle(ordered: Sequence[float]) -> float:
+    """The median of values in their order."""
+    half, is_odd = divmod(len(ordered), 2)
+    return ordered[half] if is_odd else (ordered[half - 1] + ordered[half]) / 2
