@@ -9,23 +9,12 @@ from __future__ import annotations
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.division import stage_layers
 from mcp_parallel.layout import Layout
-from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.flops import attention_flops, block_matrices, flops_per_token, head_matrix
 
 
 def flops_per_sample(model: ModelConfig) -> float:
     """Forward and backward of one sample: a sequence, or an image."""
-    if traits_of(model).continues_text:
-        return model.seq_len * flops_per_token(model)
-    # Two matrices in place of SwiGLU's three, all patches seen, one head product an image.
-    assert model.patch_size is not None
-    assert model.channels is not None
-    hidden = model.hidden_size
-    block = block_matrices(model) - hidden * model.ffn_size
-    patches = hidden * model.patch_size**2 * model.channels
-    attention = model.num_layers * attention_flops(model, causal=False)
-    each = 6 * (model.num_layers * block + patches) + 3 * attention
-    return model.seq_len * each + 6 * head_matrix(model)
+    return model.seq_len * flops_per_token(model)
 
 
 def flops_per_step(config: Config) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from mcp_parallel.check import find_problems
 from mcp_parallel.config import Config
-from mcp_parallel.errors import ConfigError, shown
+from mcp_parallel.errors import ConfigError
 from mcp_parallel.layout import Layout
 from mcp_parallel.planner.explain import impossible
 from mcp_parallel.planner.layouts import CHECKPOINTING, Job, PlannedLayout
@@ -36,7 +36,7 @@ def choose(config: Config, machine: Machine, ranks: int | None = None) -> Choice
             ``parallel.ranks``, and that over the machine's.
 
     Raises:
-        ConfigError: no layout fits or can run, or the model is of a family without a cost model.
+        ConfigError: no layout fits or can run.
 
     Cost: a search; below a second for 1,024 ranks.
     """
@@ -68,17 +68,7 @@ def choose(config: Config, machine: Machine, ranks: int | None = None) -> Choice
 
 
 def job_of(config: Config, machine: Machine, ranks: int) -> Job:
-    """What the planner is asked for a config.
-
-    Raises:
-        ConfigError: the family has no cost model.
-    """
-    if config.model.family != "llama":
-        problem = (
-            "plan: model.family must be llama for the planner, got "
-            f"{shown(config.model.family)}; give parallel.dp, parallel.tp and parallel.pp"
-        )
-        raise ConfigError([problem])
+    """What the planner is asked for a config."""
     return Job(
         model=config.model,
         ranks=ranks,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
+from mcp_parallel.planner.shape import shape_of
 
 Load = Callable[[int, int], float]
 """(receiver, units) -> what they cost there; grows with the units."""
@@ -171,16 +172,12 @@ def modelled_costs(config: Config) -> LayerCosts:
     """
     model, memory = config.model, config.memory
     hidden, length = model.hidden_size, model.seq_len
-    kv_size = model.num_kv_heads * (hidden // model.num_heads)
-    is_text = model.family == "llama"
-    weights = 2 * hidden**2 + 2 * hidden * kv_size + (3 if is_text else 2) * hidden * model.ffn_size
-    forward = length * (2 * weights + 4 * length * hidden / (2 if is_text else 1))
-    backward = length * (4 * weights + 10 * length * hidden / (2 if is_text else 1))
+    shape = shape_of(model)
+    weights, seen = shape.block_matrices, shape.seen * length
+    forward = length * (2 * weights + 4 * seen * hidden)
+    backward = length * (4 * weights + 10 * seen * hidden)
     again = forward if memory.activation_checkpointing == "full" else 0.0
-    if is_text:
-        embedding, positions = float(length * hidden), length  # one addition to a row's gradient
-    else:
-        pixels = (model.patch_size or 0) ** 2 * (model.channels or 0)
-        embedding, positions = 4.0 * length * pixels * hidden, 1  # images need no gradient
-    head = 6.0 * positions * hidden * model.vocab_size
+    # Images need no gradient; a looked-up row's takes an addition.
+    embedding = float(length * (4 * shape.embedding_matrix or hidden))
+    head = 6.0 * shape.head_positions * shape.head_matrix
     return LayerCosts(embedding=embedding, block=forward + backward + again, head=head)

@@ -2,13 +2,15 @@
 
 Letters: t = tokens of a micro-batch on this rank (micro-batch * sequence / cp), h = hidden size, q
 = h / tp and kv = features of queries and of keys on this rank, f = ffn_size / tp, c = bytes of an
-activation. Between the matmuls' regions a rank holds t / tp tokens (sequence parallelism).
+activation. Between the matmuls' regions a rank holds t / tp tokens (sequence parallelism). u = 2
+and rotary positions for Llama's blocks, u = 1 and none for those of images (``shape.py``).
 
-    matmuls     [t, h] x [h, q + 2 kv], [t, q] x [q, h], [t, h] x [h, 2 f], [t, f] x [f, h];
+    matmuls     [t, h] x [h, q + 2 kv], [t, q] x [q, h], [t, h] x [h, u f], [t, f] x [f, h];
                 twice that in the backward pass
     attention   2 mb S^2 / cp * q operations in the forward pass (causal: half of two products of
-                2 mb S^2 q), and five products in the backward pass where that has two
-    memory      10 t h / tp + 2 t (q + kv) + 3 t f elements: norms and sums, rotary, SwiGLU
+                2 mb S^2 q, else all), and five products in the backward pass where that has two
+    memory      10 t h / tp + 2 t (q + kv) + (u + 1) t f elements: norms and sums, rotary, SwiGLU
+                or GELU
     fp8         7 bytes an element of each matmul's input: its largest value, cast and transpose
     tp          an all-gather and a reduce-scatter of t h, twice in each pass
     cp          keys and values of the other ranks, in the backward pass their gradients too; a
@@ -20,10 +22,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mcp_parallel.planner import roofline
-from mcp_parallel.planner.flops import kv_size
 from mcp_parallel.planner.hardware import Hardware
 from mcp_parallel.planner.layouts import Job
 from mcp_parallel.planner.links import all_gather_seconds
+from mcp_parallel.planner.shape import kv_size, shape_of
 from mcp_parallel.planner.topology import Group
 
 FP8_CAST_BYTES = 7
@@ -101,14 +103,15 @@ def linear_seconds(job: Job, tokens: int, tp: int) -> float:
     model, hardware = job.model, job.hardware
     hidden, q, kv = model.hidden_size, model.hidden_size / tp, kv_size(model) / tp
     ffn = model.ffn_size / tp
-    shapes = ((q + 2 * kv, hidden), (hidden, q), (2 * ffn, hidden), (hidden, ffn))
+    up = shape_of(model).up_matrices
+    shapes = ((q + 2 * kv, hidden), (hidden, q), (up * ffn, hidden), (hidden, ffn))
     return sum(roofline.matmul_seconds(hardware, tokens, n, k, job.precision) for n, k in shapes)
 
 
 def attention_pair(job: Job, tokens: int, tp: int, cp: int) -> tuple[float, float]:
     """Attention's forward and backward pass."""
     model = job.model
-    flops = tokens * 2 * model.seq_len * model.hidden_size / tp
+    flops = tokens * 4 * shape_of(model).seen * model.seq_len * model.hidden_size / tp
     seen = model.seq_len / cp
     forward, backward = (
         roofline.attention_seconds(job.hardware, work, seen, job.precision, part)
@@ -123,8 +126,9 @@ def cheap_seconds(job: Job, tokens: int, tp: int) -> float:
     """Memory-bound work of a forward pass."""
     model = job.model
     cut = 10 * tokens * model.hidden_size / tp
-    turned = 2 * tokens * (model.hidden_size + kv_size(model)) / tp
-    gated = 3 * tokens * model.ffn_size / tp
+    shape = shape_of(model)
+    turned = shape.turns * 2 * tokens * (model.hidden_size + kv_size(model)) / tp
+    gated = (shape.up_matrices + 1) * tokens * model.ffn_size / tp
     num_bytes = job.compute_bytes * (cut + turned + gated)
     return roofline.memory_seconds(job.hardware, num_bytes) + _LAUNCHES * job.hardware.op_overhead_s
 
@@ -136,7 +140,7 @@ def cast_seconds(job: Job, tokens: int, tp: int) -> tuple[float, float]:
     model = job.model
     hidden, q, ffn = model.hidden_size, model.hidden_size / tp, model.ffn_size / tp
     inputs = tokens * (2 * hidden + q + ffn)
-    grads = tokens * (q + 2 * kv_size(model) / tp + 2 * hidden + 2 * ffn)
+    grads = tokens * (q + 2 * kv_size(model) / tp + 2 * hidden + shape_of(model).up_matrices * ffn)
     forward, backward = (
         roofline.memory_seconds(job.hardware, FP8_CAST_BYTES * elements)
         for elements in (inputs, grads)

@@ -2,8 +2,8 @@
 
     step = m * pace + bubble + messages + data parallelism + optimizer
 
-pace is the slowest pipeline rank's forward and backward of one micro-batch: its blocks, and the
-head where it is. Terms of one shape are computed once for all layouts that share it.
+pace is the slowest pipeline rank's forward and backward of one micro-batch: its blocks, embedding
+and head where they are. Terms of one shape are computed once for all layouts that share it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from mcp_parallel.planner import block, pipeline, roofline, sharding
 from mcp_parallel.planner.flops import flops_per_token
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.links import message_seconds
+from mcp_parallel.planner.shape import shape_of
 from mcp_parallel.planner.stages import RankStages, rank_parameters, rank_stages
 from mcp_parallel.planner.topology import Group, group_of
 
@@ -75,8 +76,8 @@ class StepCost:
         }
 
 
-class _Ends(NamedTuple):
-    """Head and embedding, seconds of a micro-batch."""
+class _End(NamedTuple):
+    """Embedding or head, seconds of a micro-batch."""
 
     forward: float
     backward: float
@@ -91,14 +92,16 @@ class CostModel:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._blocks: dict[Any, block.BlockTime] = {}
-        self._heads: dict[Any, _Ends] = {}
+        self._heads: dict[Any, _End] = {}
+        self._embeddings: dict[Any, _End] = {}
 
     def step(self, layout: PlannedLayout) -> StepCost:
         """The predicted step of a layout whose batch divides."""
         job, count = self.job, self.job.num_microbatches(layout)
         each, head = self._block(layout), self._head(layout)
+        embedding = self._embedding(layout)
         stages = rank_stages(job.model.num_layers, layout)
-        passes = [_passes(rank, each, head) for rank in stages]
+        passes = [_passes(rank, each, embedding, head) for rank in stages]
         times = [sum(pair) for pair in passes]
         slowest = max(range(layout.pp), key=times.__getitem__)
         pace, mean = times[slowest], sum(times) / layout.pp
@@ -148,8 +151,24 @@ class CostModel:
             )
         return found
 
-    def _head(self, layout: PlannedLayout) -> _Ends:
-        tokens = self.job.tokens(layout)
+    def _embedding(self, layout: PlannedLayout) -> _End:
+        """Of patches; a token's row is looked up in no time to speak of."""
+        job, matrix = self.job, shape_of(self.job.model).embedding_matrix
+        if not matrix:
+            return _End(0.0, 0.0)
+        tokens = -(-job.tokens(layout) // layout.tp)  # each rank embeds its own
+        found = self._embeddings.get(tokens)
+        if found is None:
+            hidden = job.model.hidden_size
+            precision = "bf16" if job.precision == "fp8" else job.precision
+            product = roofline.matmul_seconds(
+                job.hardware, tokens, hidden, matrix / hidden, precision
+            )
+            found = self._embeddings[tokens] = _End(product, product)  # images have no gradient
+        return found
+
+    def _head(self, layout: PlannedLayout) -> _End:
+        tokens = self.job.head_tokens(layout)
         key = (tokens, layout.tp)
         found = self._heads.get(key)
         if found is None:
@@ -157,7 +176,7 @@ class CostModel:
             found = self._heads[key] = self._head_time(tokens, layout.tp, group)
         return found
 
-    def _head_time(self, tokens: int, tp: int, group: Group) -> _Ends:
+    def _head_time(self, tokens: int, tp: int, group: Group) -> _End:
         """Logits in the activations' format, loss in fp32."""
         job, vocab = self.job, self.job.model.vocab_size / tp
         precision = "bf16" if job.precision == "fp8" else job.precision
@@ -166,7 +185,7 @@ class CostModel:
         )
         loss = roofline.memory_seconds(job.hardware, _LOGIT_BYTES * tokens * vocab)
         collective = block.tp_collective_seconds(job, tokens, group)
-        return _Ends(product + loss / 2 + collective, 2 * product + loss / 2 + collective)
+        return _End(product + loss / 2 + collective, 2 * product + loss / 2 + collective)
 
     def _data(
         self,
@@ -188,9 +207,13 @@ class CostModel:
         return worst
 
 
-def _passes(rank: RankStages, each: block.BlockTime, head: _Ends) -> tuple[float, float]:
+def _passes(
+    rank: RankStages, each: block.BlockTime, embedding: _End, head: _End
+) -> tuple[float, float]:
     """Forward and backward of one micro-batch over all stages of a rank."""
     forward, backward = rank.layers * each.forward, rank.layers * each.backward
+    if rank.has_embedding:
+        forward, backward = forward + embedding.forward, backward + embedding.backward
     if rank.has_head:
-        return forward + head.forward, backward + head.backward
+        forward, backward = forward + head.forward, backward + head.backward
     return forward, backward

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from mcp_parallel.config import ModelConfig, RankOrder, Schedule
 from mcp_parallel.planner.hardware import Hardware
 from mcp_parallel.planner.runtime import OURS, Runtime
+from mcp_parallel.planner.shape import shape_of
 
 Checkpointing = Literal["none", "selective", "full"]
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -88,3 +89,8 @@ class Job:
     def tokens(self, layout: PlannedLayout) -> int:
         """Of a micro-batch, where a layer sees the whole of this rank's part of each sequence."""
         return layout.micro_batch_size * -(-self.model.seq_len // layout.cp)
+
+    def head_tokens(self, layout: PlannedLayout) -> int:
+        """Of a micro-batch, where the head works: each of them, or one an image."""
+        one = shape_of(self.model).head_positions == 1
+        return layout.micro_batch_size if one else self.tokens(layout)

@@ -9,7 +9,8 @@ and of a 16-bit weight, g = largest group of weights that is whole at once under
            zero 1   P (c + gradient) + P / n * 16
            zero 2   P c + P / n * 16, and g's gradients
            zero 3   P / n * 16, and g twice
-    a block keeps   2 t h / tp + 2 t h + 2 t (q + kv) + 3 t f elements and 4 t (q / d + 2) bytes
+    a block keeps   2 t h / tp + 2 t h + 2 t (q + kv) + (u + 1) t f elements and 4 t (q / d + 2 r)
+                    bytes: u and r of ``shape.py``
         selective   what is cheap is made again: -t f, and without tensor parallelism -2 t h
         full        t h / tp
     pipeline        live micro-batches of ``pipeline.py``, and messages
@@ -20,10 +21,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from mcp_parallel.planner.flops import block_matrices, kv_size
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.pipeline import live_microbatches
-from mcp_parallel.planner.stages import RankStages, rank_parameters, rank_stages
+from mcp_parallel.planner.shape import kv_size, shape_of
+from mcp_parallel.planner.stages import RankStages, end_parameters, rank_parameters, rank_stages
 
 USABLE = 0.9
 """Part of the card that a plan may fill."""
@@ -80,7 +81,7 @@ def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) 
         kept = max(0.0, kept - live / layout.stages_per_rank * inputs * hidden_bytes)
     elif layout.pp > 1:
         messages = 2.0 * stages.neighbours * hidden_bytes
-    kept += 8 * 2 * count * layout.micro_batch_size * job.model.seq_len
+    kept += count * layout.micro_batch_size * shape_of(job.model).input_bytes
     transients = transient_bytes(job, layout, stages)
     during, ending = state_bytes(job, layout, stages, count)
     if ending > during + kept + transients:  # activations are gone when gradients are reduced
@@ -122,7 +123,7 @@ def state_bytes(
     group = _largest_group(job, layout, stages)
     reduced = state * group
     if zero == 3:
-        blocks = 2 * block_matrices(job.model) / layout.tp
+        blocks = 2 * shape_of(job.model).block.on_rank(layout.tp)
         root = max(0.0, group - blocks / 2) if group > blocks / 2 else 0.0
         during = sharded + c * (blocks + root) + c * group + reduced
         return during, during
@@ -138,17 +139,14 @@ def state_bytes(
 
 def _largest_group(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
     """Elements of the largest group of weights: a block's, or embedding and head."""
-    table = job.model.vocab_size * job.model.hidden_size / layout.tp
-    ends = stages.has_embedding + stages.has_head
-    if job.model.tie_embeddings:
-        ends = min(ends, 1)
-    return max(block_matrices(job.model) / layout.tp, ends * table)
+    block = shape_of(job.model).block.on_rank(layout.tp)
+    return max(block, end_parameters(job.model, stages, layout.tp))
 
 
 def kept_bytes(job: Job, layout: PlannedLayout) -> float:
     """What a block keeps of one micro-batch for the backward pass."""
     model, c, tp = job.model, job.compute_bytes, layout.tp
-    tokens, cut = job.tokens(layout), _cut(job, layout)
+    tokens, cut, shape = job.tokens(layout), _cut(job, layout), shape_of(model)
     hidden = model.hidden_size
     if layout.activation_checkpointing == "full":
         return c * cut * hidden
@@ -157,25 +155,28 @@ def kept_bytes(job: Job, layout: PlannedLayout) -> float:
     if drops and (tp == 1 or not job.runtime.saves_gathered):
         normed = 0
     attention = 2 * tokens * (hidden + kv_size(model)) / tp
-    ffn = (2 if drops else 3) * tokens * model.ffn_size / tp
+    ffn = (shape.up_matrices + (not drops)) * tokens * model.ffn_size / tp
     if job.precision == "fp8":  # inputs of matmuls wait in fp8, attention's result in both formats
         normed /= 2
         attention += tokens * hidden / tp / 2
         ffn -= (not drops) * tokens * model.ffn_size / tp / 2
-    rows = 4 * (tokens * model.num_heads / tp + 2 * cut)
+    rows = 4 * (tokens * model.num_heads / tp + 2 * shape.row_scales * cut)
     return c * (2 * cut * hidden + normed + attention + ffn) + rows
 
 
 def transient_bytes(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
     """What one block's backward pass, or the head, has beside what is kept."""
     model, c, tp = job.model, job.compute_bytes, layout.tp
-    tokens, hidden = job.tokens(layout), model.hidden_size
+    tokens, hidden, shape = job.tokens(layout), model.hidden_size, shape_of(model)
     gathered = tokens * hidden if tp > 1 else 0
-    backward = c * (2 * tokens * model.ffn_size / tp + _cut(job, layout) * hidden + gathered)
+    inner = shape.up_matrices * tokens * model.ffn_size / tp
+    backward = c * (inner + _cut(job, layout) * hidden + gathered)
     if layout.activation_checkpointing == "full":
         backward += kept_bytes(job, layout._replace(activation_checkpointing="none"))
     if not stages.has_head:
         return backward
+    if shape.head_positions == 1:  # of a sample: what it adds is the last norm's
+        return max(backward, 3 * c * _cut(job, layout) * hidden)
     vocab = model.vocab_size / tp
     table_grad = job.state_bytes * vocab * hidden
     if job.runtime.splits_logits:

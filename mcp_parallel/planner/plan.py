@@ -7,14 +7,18 @@ from typing import Any
 
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.errors import ConfigError, shown
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.explain import impossible
 from mcp_parallel.planner.hardware import Hardware, hardware
 from mcp_parallel.planner.layouts import Job
 from mcp_parallel.planner.rule_of_thumb import RuleOfThumb, rule_of_thumb
 from mcp_parallel.planner.search import Fixed, Found, Ranked, Refused, search
+from mcp_parallel.rules.family import family_problems
 
 DEFAULT_TOKENS = 4 * 2**20
 """Of a step where no batch is given, as models of 7 to 70 billion parameters are trained."""
+DEFAULT_IMAGES = 4096
+"""Likewise of a vision transformer (Dosovitskiy et al. 2021, table 3)."""
 _MAX_RANKS = 1 << 20
 
 
@@ -88,12 +92,13 @@ def plan(
     """Rank the layouts of a model on a number of GPUs by predicted step time.
 
     Args:
-        model: a preset's name, or a shape of the Llama family.
+        model: a preset's name, or a shape of either family.
         gpus: ranks there are.
         gpu: a name of ``planner.hardware.HARDWARE``, or figures of your own.
         gpus_per_node: ranks that the fast link joins; None as the hardware has it.
         inter_node_gbit: of each GPU's share of the network, one way, in Gb/s; None likewise.
-        batch: samples of a step over all ranks; None takes about four million tokens.
+        batch: samples of a step over all ranks; None takes about four million tokens, or 4096
+            images.
         seq: tokens of a sample; None is the model's context.
         precision: of the matmuls: bf16, fp16, fp32, or fp8 (which only the planner knows).
         fixed: fields of a layout that are given, such as ``{"tp": 4, "zero": 1}``.
@@ -111,7 +116,7 @@ def plan(
     card = _card(gpu, gpus_per_node, inter_node_gbit)
     card.peak(precision)
     ranks = _whole("gpus", gpus, _MAX_RANKS)
-    size = default_batch(ranks, shape.seq_len) if batch is None else _whole("batch", batch, 1 << 24)
+    size = default_batch(ranks, shape) if batch is None else _whole("batch", batch, 1 << 24)
     job = Job(model=shape, ranks=ranks, hardware=card, global_batch_size=size, precision=precision)
     return plan_job(job, fixed)
 
@@ -125,21 +130,22 @@ def plan_job(job: Job, fixed: Fixed | None = None) -> Plan:
     return Plan(job, found.ranked, found.refused, dict(found.reasons().most_common()), rule)
 
 
-def default_batch(ranks: int, seq_len: int) -> int:
-    """A batch of about ``DEFAULT_TOKENS`` that all ranks can share out."""
-    return max(1, round(DEFAULT_TOKENS / seq_len / ranks)) * ranks
+def default_batch(ranks: int, model: ModelConfig) -> int:
+    """A batch of about ``DEFAULT_TOKENS``, or ``DEFAULT_IMAGES``, that all ranks can share out."""
+    is_text = traits_of(model).continues_text
+    samples = DEFAULT_TOKENS / model.seq_len if is_text else DEFAULT_IMAGES
+    return max(1, round(samples / ranks)) * ranks
 
 
 def _shape(model: str | ModelConfig, seq: int | None) -> ModelConfig:
     if isinstance(model, str):
         model = Config.from_mapping({"model": {"preset": model}}).model
-    if model.family != "llama":
-        problem = (
-            f"plan: model.family must be llama for the planner, got {shown(model.family)}; use a "
-            "preset such as 70b"
-        )
-        raise ConfigError([problem])
-    return model if seq is None else replace(model, seq_len=_whole("seq", seq, 1 << 24))
+    if seq is not None:
+        model = replace(model, seq_len=_whole("seq", seq, 1 << 24))
+    problems = list(family_problems(Config(model=model)))
+    if problems:
+        raise ConfigError([str(problem) for problem in problems])
+    return model
 
 
 def _card(

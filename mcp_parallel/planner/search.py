@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from mcp_parallel.config import Config, ParallelConfig, Schedule, TrainConfig
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.cost import CostModel, StepCost
 from mcp_parallel.planner.layouts import CHECKPOINTING, Job, PlannedLayout
 from mcp_parallel.planner.memory import USABLE, Memory, peak_memory
@@ -25,6 +26,8 @@ _MOST_STAGES = 20
 """Stages on a rank; published runs go up to 20."""
 _MOST_SAMPLES = 16
 """In a micro-batch; matmuls of one sequence are large enough already."""
+_MOST_IMAGES = 256
+"""Likewise; an image is a few hundred positions."""
 
 Fixed = Mapping[str, Any]
 """Field of ``PlannedLayout`` -> value that every layout must have."""
@@ -90,6 +93,8 @@ class _Search:
         self.model = CostModel(job)
         self.limit = USABLE * job.hardware.memory_bytes
         self.found = Found(job)
+        is_text = traits_of(job.model).continues_text
+        self.most_samples = _MOST_SAMPLES if is_text else _MOST_IMAGES
         self._config = Config(
             model=job.model, train=TrainConfig(global_batch_size=job.global_batch_size)
         )
@@ -175,7 +180,8 @@ class _Search:
     def _variants(self, start: PlannedLayout) -> Iterator[PlannedLayout | Refused]:
         """Every schedule, micro-batch and ZeRO stage; without checkpointing."""
         share = self.job.global_batch_size // start.dp
-        sizes = self._given("micro_batch_size", [s for s in divisors(share) if s <= _MOST_SAMPLES])
+        samples = [size for size in divisors(share) if size <= self.most_samples]
+        sizes = self._given("micro_batch_size", samples)
         runtime, spread = self.job.runtime, start.dp * start.cp
         stages = runtime.pipeline_zero if start.pp > 1 else runtime.zero
         levels = self._given("zero", stages if spread > 1 else stages[:1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.layouts import PlannedLayout
 from mcp_parallel.planner.plan import Plan, ranked_mapping
 from mcp_parallel.planner.search import Ranked
@@ -19,7 +20,7 @@ def as_text(plan: Plan, top: int) -> str:
     job = plan.job
     parameters = num_parameters(job.model) / 1e9
     what = f"{job.ranks} x {job.hardware.name}, {job.precision}"
-    batch = f"{job.global_batch_size} x {job.model.seq_len} tokens a step"
+    batch = f"{job.global_batch_size} x {job.model.seq_len} {traits_of(job.model).position} a step"
     lines = [
         f"{parameters:.1f} billion parameters on {what}, {batch}",
         "",

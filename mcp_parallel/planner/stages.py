@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from mcp_parallel.config import ModelConfig, Schedule
 from mcp_parallel.layout import Layout, split_layers
-from mcp_parallel.planner.flops import block_matrices
 from mcp_parallel.planner.layouts import PlannedLayout
+from mcp_parallel.planner.shape import shape_of
 
 
 class RankStages(NamedTuple):
@@ -50,9 +50,13 @@ def _rank_stages(
 
 def rank_parameters(model: ModelConfig, stages: RankStages, tp: int) -> float:
     """Elements on one of the tp ranks of a pipeline rank."""
-    table = model.vocab_size * model.hidden_size / tp
-    ends = stages.has_embedding + stages.has_head
-    if model.tie_embeddings and ends == 2:
-        ends = 1
-    block = block_matrices(model) / tp + 2 * model.hidden_size
-    return stages.layers * block + ends * table + model.hidden_size * stages.has_head
+    shape = shape_of(model)
+    return stages.layers * shape.block.on_rank(tp) + end_parameters(model, stages, tp)
+
+
+def end_parameters(model: ModelConfig, stages: RankStages, tp: int) -> float:
+    """Of them those of embedding, last norm and head."""
+    shape = shape_of(model)
+    held = stages.has_embedding * shape.embedding.on_rank(tp)
+    held += stages.has_head * shape.head.on_rank(tp)
+    return held - (stages.has_embedding and stages.has_head) * shape.tied / tp
