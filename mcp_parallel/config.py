@@ -34,7 +34,7 @@ class ModelConfig:
     """
 
     preset: str | None = "tiny"
-    """A name of ``presets.PRESETS``, or None (in a file: null or none) when every size is given."""
+    """A name of ``presets.PRESETS``, or null (none will do) when every size is given."""
     family: FamilyName = "llama"
     """llama reads text, vit classifies images."""
     num_layers: int = 4
@@ -263,7 +263,7 @@ class MonitorConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    """A whole run: seven tables.
+    """A whole run: eight tables.
 
     Loading takes care of types, names and the preset; ``mcp_parallel.check`` says whether the
     values can run together.

@@ -29,16 +29,6 @@ def test_there_is_an_example_of_each_package():
     assert any("from mcp_parallel" in code for code in EXAMPLES)
 
 
-def test_every_command_line_of_it_parses():
-    from mcp_parallel.cli.main import _parser
-
-    lines = re.findall(r"^mcp-parallel (.+?)(?: +#.*)?$", README, re.MULTILINE)
-    assert len(lines) >= 4
-    parser, _ = _parser()
-    for line in lines:
-        parser.parse_args(line.split())
-
-
 def test_it_is_short_and_its_map_is_true():
     assert len(README.splitlines()) < 200
     table = README.split("## Map")[1]
