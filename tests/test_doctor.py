@@ -48,7 +48,7 @@ def test_torch_has_a_floor(version, status):
 
 def test_a_package_that_training_needs_is_a_problem_and_another_a_note():
     assert software.package_finding("safetensors", None, None).status == "problem"
-    finding = software.package_finding("tensorboard", None, "nothing here shows its curves")
+    finding = software.package_finding("tensorboard", None, "metrics go to metrics.jsonl only")
     assert finding.status == "note"
     assert "pip install tensorboard" in finding.advice
     assert software.package_finding("triton", "3.6.0", "x").status == "ok"

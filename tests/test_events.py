@@ -1,11 +1,10 @@
-"""Event files of our own: what TensorBoard reads of them, and when they are on disk."""
+"""Event files: what TensorBoard reads of them, and when they are on disk."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcp_parallel.monitor import events
-from mcp_parallel.monitor.events import EventWriter, crc32c
+from mcp_parallel.monitor.events import EventWriter
 from mcp_parallel.monitor.metrics import MetricsWriter
 from mcp_parallel.monitor.run_folder import RunFolder
 
@@ -24,26 +23,6 @@ def read(folder: Path):
     found = accumulator.EventAccumulator(str(folder))
     found.Reload()
     return found
-
-
-def bit_by_bit(data: bytes) -> int:
-    """CRC-32C as it is defined: division by the polynomial, lowest bit first."""
-    register = 0xFFFFFFFF
-    for byte in data:
-        register ^= byte
-        for _ in range(8):
-            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
-    return register ^ 0xFFFFFFFF
-
-
-def test_the_checksum_is_crc32c():
-    assert crc32c(b"123456789") == 0xE3069283  # the check value that catalogues of CRCs give
-    assert crc32c(bytes(32)) == 0x8A9136AA  # RFC 3720, B.4
-    generator = random.Random(0)
-    # Around what is taken at once, where four first bytes lie in one chunk, two, or end one.
-    for size in (*range(4, 20), *range(252, 262), 511, 512, 513, 1500):
-        data = generator.randbytes(size)
-        assert crc32c(data) == bit_by_bit(data), size
 
 
 def test_tensorboard_reads_curves_and_texts(tmp_path):
@@ -91,45 +70,35 @@ def test_tensorboard_holds_the_same_curve_without_steps_that_were_done_again(tmp
     assert curve == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 9), (6, 10), (7, 11), (8, 12)]
 
 
-def test_a_damaged_record_is_one_to_tensorboard(tmp_path):
-    """The reader does look at the checksums: else the test above would say nothing of them."""
+def test_a_text_and_what_came_before_it_are_on_disk_at_once(tmp_path):
     writer = EventWriter(tmp_path, 1)
-    writer.scalars(1, [("loss", 1.0)])
-    writer.close()
-    [path] = tmp_path.iterdir()
-    data = bytearray(path.read_bytes())
-    data[-6] ^= 1
-    path.write_bytes(data)
-    assert read(tmp_path).Tags()["scalars"] == []
-
-
-def test_points_are_on_disk_five_seconds_later_and_at_once_where_steps_are_slow(
-    tmp_path, monkeypatch
-):
-    clock = [1000.0]
-    monkeypatch.setattr(events.time, "time", lambda: clock[0])
-    writer = EventWriter(tmp_path, 1)
-
-    def steps_on_disk():
-        return [event.step for event in read(tmp_path).Scalars("loss")]
-
-    for step in range(1, 7):
-        clock[0] += 1.0
-        writer.scalars(step, [("loss", float(step))])
-    assert steps_on_disk() == [1, 2, 3, 4, 5]
-    clock[0] += 60.0
-    writer.scalars(7, [("loss", 7.0)])
-    assert steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     writer.scalars(8, [("loss", 8.0)])
     writer.text(8, "verdicts", "what happened")  # may be the last that is heard of the run
-    assert steps_on_disk()[-1] == 8
-    clock[0] -= 3600.0  # set back
-    writer.scalars(9, [("loss", 9.0)])
-    assert steps_on_disk()[-1] == 9
-    writer.scalars(10, [("loss", 10.0)])
-    assert steps_on_disk()[-1] == 9
+    found = read(tmp_path)
+    assert [event.step for event in found.Scalars("loss")] == [8]
+    assert [event.step for event in found.Tensors("verdicts/text_summary")] == [8]
     writer.close()
-    assert [event.wall_time for event in read(tmp_path).Scalars("loss")][:2] == [1001.0, 1002.0]
+
+
+def test_points_of_a_step_are_one_event(tmp_path):
+    loader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    writer = EventWriter(tmp_path, 1)
+    for step in (1, 2):
+        writer.scalars(step, [("loss", 1.0), ("lr", 0.1)])
+    writer.close()
+    [path] = tmp_path.iterdir()
+    events = list(loader.RawEventFileLoader(str(path)).Load())
+    assert len(events) == 4  # the file's version, the session's start, two steps
+
+
+def test_without_tensorboard_one_line_says_how_to_get_it(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(events.importlib.util, "find_spec", lambda name: None)
+    folder = RunFolder(tmp_path)
+    writer = MetricsWriter(folder, tensorboard=True)
+    writer.log({"step": 1, "loss": 1.0})
+    writer.close()
+    assert "pip install tensorboard" in capfd.readouterr().err
+    assert json.loads(folder.metrics_file.read_text()) == {"step": 1, "loss": 1.0}
 
 
 def test_a_killed_process_has_left_every_record(tmp_path):
@@ -141,7 +110,7 @@ def test_a_killed_process_has_left_every_record(tmp_path):
         "writer = MetricsWriter(RunFolder(Path(sys.argv[1])), tensorboard=True)\n"
         "for step in range(1, 4):\n"
         "    writer.log({'step': step, 'loss': 1.0 / step})\n"
-        "assert not {'torch', 'tensorboard'} & set(sys.modules)\n"
+        "assert 'torch' not in sys.modules\n"
         "os.kill(os.getpid(), 9)\n"
     )
     repository = str(Path(__file__).parent.parent)

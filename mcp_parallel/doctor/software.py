@@ -18,7 +18,7 @@ _PACKAGES = {
     "safetensors": None,
     "PyYAML": None,
     "rich": "there is no progress bar",
-    "tensorboard": "events are written, and nothing here shows their curves",
+    "tensorboard": "metrics go to metrics.jsonl only",
     "triton": "GPU kernels run as plain PyTorch",
 }
 

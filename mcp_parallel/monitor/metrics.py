@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: ``metrics.jsonl``, and TensorBoard events beside it. No torch."""
+"""Metrics of a run on disk: ``metrics.jsonl``, TensorBoard events where it is there. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mcp_parallel.monitor.events import EventWriter
+from mcp_parallel.monitor.events import open_events
 from mcp_parallel.monitor.run_folder import RunFolder
 
 # What is no curve of its own in TensorBoard.
@@ -23,7 +23,7 @@ class MetricsWriter:
 
     Args:
         run_folder: where ``metrics.jsonl`` and ``tensorboard/`` go.
-        tensorboard: also write TensorBoard events.
+        tensorboard: also write TensorBoard events, when it is installed.
         start_step: steps done before this run; rows of later steps, which a run wrote after the
             checkpoint that this one starts from, are dropped, so that steps stay unique.
     """
@@ -34,7 +34,7 @@ class MetricsWriter:
         """The newest record before this run, or None."""
         self._file = run_folder.metrics_file.open("ab")
         self._events = (
-            EventWriter(run_folder.tensorboard_dir, start_step + 1) if tensorboard else None
+            open_events(run_folder.tensorboard_dir, start_step + 1) if tensorboard else None
         )
 
     def log(self, record: Mapping[str, Any]) -> None:
