@@ -35,6 +35,9 @@ import torch
 import torch.distributed as dist
 
 PR_SET_PDEATHSIG = 1
+# What does not come within this long never will, however many others share the cores: half of what
+# pytest gives a test. For every wait of a test that ends as soon as what it waits for is there.
+PATIENCE_S = 300.0
 # After one rank fails the others may wait for it for ever; they get this long to report too.
 GRACE_S = 1.0
 
@@ -54,7 +57,11 @@ class RankPool:
         self._runs = 0
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float = 60.0
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: int | None = None,
+        timeout: float = PATIENCE_S,
     ) -> list[Any]:
         """``fn(rank, world, *args)`` on the first ``ranks`` ranks, whose default group they are.
 
@@ -159,7 +166,7 @@ def _serve(pipe: Any, rank: int, world: int, store: str, parent_pid: int) -> Non
             store=dist.FileStore(store, world),
             rank=rank,
             world_size=world,
-            timeout=timedelta(seconds=120),
+            timeout=timedelta(seconds=PATIENCE_S),
         )
         groups = {n: dist.new_group(list(range(n))) for n in range(1, world)}
         groups[world] = dist.group.WORLD

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import PATIENCE_S
 
 import mcp_kernels
 from mcp_kernels import build_info
@@ -44,7 +45,7 @@ def run_python(code, *, folder=None, **env):
         env={**full, "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
 
 

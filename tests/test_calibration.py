@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, replace
 
 import pytest
+from ranks import PATIENCE_S
 
 from mcp_parallel.cli.main import main
 from mcp_parallel.planner import calibrate as measuring
@@ -175,7 +176,7 @@ with open(sys.argv[1], "w") as file:
 def test_two_ranks_of_this_machine_are_measured(tmp_path):
     file = tmp_path / "samples"
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     samples = Samples.from_mapping(json.loads(file.read_text()))
     assert asdict(samples) == {**asdict(samples), "ranks": 2}

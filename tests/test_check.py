@@ -12,6 +12,7 @@ from array import array
 
 import pytest
 from configs import applied, assert_ways_out, config_of, names
+from ranks import PATIENCE_S
 
 from mcp_parallel import check
 from mcp_parallel.cli import check as check_command
@@ -147,7 +148,7 @@ def test_refusal_imports_neither_torch_nor_numpy():
         "    print(sorted({'torch', 'numpy'} & set(sys.modules)), len(error.problems))\n"
     )
     ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )
     assert ran.stdout == "[] 3\n"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import PATIENCE_S
 
 from mcp_parallel.cli import doctor, main, train
 from mcp_parallel.cli.arguments import RunOptions
@@ -24,7 +25,6 @@ from mcp_parallel.launch.start import choose_folder, find_start
 from mcp_parallel.monitor.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).parent.parent
-PATIENCE_S = 120.0
 
 # Small enough for a step in a few milliseconds; two layers so that two stages are possible.
 SMALL = [

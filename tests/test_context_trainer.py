@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from configs import config_of
+from ranks import PATIENCE_S
 
 from mcp_parallel.data.source import documents_of, open_data, source_of
 from mcp_parallel.layout import Layout
@@ -122,7 +123,7 @@ def test_the_command_trains(tmp_path):
     for size in ["preset=none", *sizes.split(), "seq_len=32"]:
         command += ["--set", f"model.{size}"]
     command += ["--cp", "2", "--zero", "1", "--steps", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stdout + done.stderr
     last = json.loads(done.stdout.splitlines()[-1])["last"]
     assert last["step"] == 2

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from configs import config_of
 from contexts import rank_context
+from ranks import PATIENCE_S
 
 from mcp_parallel.cli.arguments import add_run_arguments, resolve_arguments
 from mcp_parallel.errors import DIVERGED, OK
@@ -127,7 +128,7 @@ def test_the_command_tells_people_and_programs(tmp_path):
         [*command, "--run-dir", str(run_dir), *words],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == DIVERGED, done.stderr
     outcome = json.loads(done.stdout)

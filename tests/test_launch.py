@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import PATIENCE_S
 
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.launch.local import launch_local
 
 REPOSITORY = Path(__file__).parent.parent
 # Generous: eight runs may share two cores. A launcher that hangs fails its test after this.
-PATIENCE_S = 120.0
 # Ranks that must be ended by force sleep far longer than that.
 FOREVER_S = 3600.0
 

@@ -13,8 +13,6 @@ from mcp_parallel.launch.context import choose_device
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.launch.report import RankEnd, in_order_of_blame
 
-PATIENCE_S = 60.0
-
 
 def test_wrong_calls_are_refused():
     with pytest.raises(ValueError, match="launch_local: world_size must be >= 1, got 0"):

@@ -12,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE_S
 
 from mcp_parallel.cli.main import main
 from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, STOPPED
 
 pytestmark = pytest.mark.slow
 REPOSITORY = Path(__file__).parent.parent
-PATIENCE_S = 180.0
 # Two ranks, a model that takes a hundredth of a second a step, a checkpoint each tenth step.
 SMALL = ["--preset", "tiny", "--dp", "2", "--steps", "300", "--batch-size", "4"]
 SMALL += ["--micro-batch-size", "2", "--set", "model.num_layers=1", "--set", "model.seq_len=32"]

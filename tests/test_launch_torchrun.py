@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import PATIENCE_S
 
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.launch.env import agree_on_attempt, run_from_env
 from mcp_parallel.launch.variables import under_torchrun
 
 REPOSITORY = Path(__file__).parent.parent
-PATIENCE_S = 120.0
 
 
 def restart_once(context: RankContext, folder: Path) -> int:
@@ -41,7 +41,7 @@ def test_torchrun_restarts_a_rank_on_the_store_of_the_dead_attempt(tmp_path):
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=2 * PATIENCE_S,
+        timeout=PATIENCE_S,
     )
     assert result.returncode == 0, result.stderr
     for rank in range(2):

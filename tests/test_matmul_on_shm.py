@@ -154,7 +154,8 @@ def _other_shapes(rank: int, world: int) -> None:
         RuntimeError, match=r"matmul_reduce_scatter \(float32 \[[23], 4\]\) on rank"
     ):
         matmul_reduce_scatter(torch.zeros(2 + rank, 3), weight)
-    assert time.monotonic() - started < 4.0  # two seconds are promised to ranks with a core each
+    # Long before the group's timeout. Two seconds are promised to ranks with a core each.
+    assert time.monotonic() - started < 60.0
 
 
 def _other_calls(rank: int, world: int) -> None:

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from preparing import segments, shard_of, texts_in
+from ranks import PATIENCE_S
 
 from mcp_parallel.data.prepare import build as steps
 from mcp_parallel.data.prepare import recipe as recipes
@@ -179,7 +180,7 @@ def test_a_run_killed_at_any_time_goes_on(tmp_path):
     words = [str(source), "--out", str(out), "--tokenizer", str(tmp_path / "tokenizer.json")]
     command = [sys.executable, "-m", "mcp_parallel", "data", *words, "--jobs", "2"]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while len(list(out.glob("parts/*.json"))) < 4:
         assert running.poll() is None
         assert time.monotonic() < deadline

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,7 +20,7 @@ def test_examples_run(code, tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from ranks import PATIENCE_S
 
 pytest.importorskip("mcp_kernels._shm", reason="the _shm extension was not built")
 
@@ -129,7 +130,7 @@ def test_two_hosts_joined_by_a_cable(hosts):
     told = ""
     try:
         for process in running:
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0, err[-3000:]
             told += out
     finally:

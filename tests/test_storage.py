@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from configs import assert_ways_out, config_of, names, problem_of
 from preparing import prepare
+from ranks import PATIENCE_S
 from token_files import config_for, put_tokens
 
 from mcp_parallel.check import check
@@ -209,7 +210,7 @@ def test_a_run_reads_a_url_on_every_rank(tmp_path):
     command += ["--run-dir", str(tmp_path / "run"), "--steps", "2", "--dp", "2"]
     for setting in (f"data.path={url}/tokens.bin", "model.vocab_size=300", "model.num_layers=1"):
         command += ["--set", setting]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert f"path: {url}/tokens.bin" in (tmp_path / "run" / "config.yaml").read_text()
     config = Config.from_file(tmp_path / "run" / "config.yaml")

@@ -12,6 +12,7 @@ import time
 import urllib.request
 
 import pytest
+from ranks import PATIENCE_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,7 +37,7 @@ def environment(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     url = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
             urllib.request.urlopen(f"{url}/moto-api/", timeout=5).close()
@@ -60,7 +61,11 @@ def environment(tmp_path):
 
 def run(environment, *words):
     return subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
 
 

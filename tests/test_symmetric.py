@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import RankPool
+from ranks import PATIENCE_S, RankPool
 
 from mcp_kernels.symmetric import Settings, agree, settings
 from mcp_kernels.symmetric.agree import Facts, ask, decide
@@ -137,7 +137,7 @@ print(torch.cuda.is_initialized())
 def test_bodies_register_on_a_cuda_build() -> None:
     pytest.importorskip("triton")
     command = [sys.executable, "-W", "ignore", "-c", REGISTERED]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.split() == ["triton", "triton", "triton", "False"]
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from ranks import PATIENCE_S
 
 pytest.importorskip("triton")
 
@@ -104,7 +105,7 @@ def test_compiles_for_gpus_without_one(arch, tmp_path):
         env=env,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=PATIENCE_S,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
 
@@ -127,7 +128,7 @@ print(choice.refused["cuda"])
 @pytest.mark.skipif(torch.version.cuda is not None, reason="pretends to be a CUDA build")
 def test_registers_on_a_cuda_build_without_a_cuda_body():
     answer = subprocess.run(
-        [sys.executable, "-c", REGISTER], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", REGISTER], capture_output=True, text=True, timeout=PATIENCE_S
     )
     assert answer.returncode == 0, answer.stderr
     touched, chosen, cpu, cuda = answer.stdout.splitlines()
