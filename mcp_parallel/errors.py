@@ -9,7 +9,8 @@ OK = 0
 FAILED = 1
 """Anything that is not one of the others."""
 BAD_CONFIG = 2
-"""The configuration or the command line was refused; no process was started."""
+"""The configuration or the command line was refused, and no process was started; or data turned out
+not to be what was written, after the step was given up and a checkpoint written."""
 DIVERGED = 3
 """The loss or a gradient left the finite numbers."""
 STOPPED = 4

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from mcp_parallel.data.source import Source, ValidationBatch, validation_batches
+from mcp_parallel.data.source import (
+    Source,
+    ValidationBatch,
+    num_validation_batches,
+    validation_batch,
+)
 from mcp_parallel.model.loss import IGNORED
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.optim.build import model_mesh_of
@@ -22,6 +27,7 @@ from mcp_parallel.parallel.head_loss import build_stage_loss
 from mcp_parallel.parallel.pipeline import hidden_like
 from mcp_parallel.parallel.tensor import build_token_loss, vocab_parallel_argmax
 from mcp_parallel.step import TrainingStep
+from mcp_parallel.unread import UNREADABLE, padding_batch
 
 
 @dataclass(frozen=True)
@@ -53,28 +59,46 @@ class Evaluator:
         # As in training: of a large vocabulary the logits never exist at once.
         model_mesh = model_mesh_of(self._config.train, self._mesh)
         self._text_loss = build_stage_loss(step.stages, self._config, model_mesh)
+        self.unread: Exception | None = None
+        """Why this rank could not read some of its rows."""
+        self.is_unread = False
+        """Some rank could not."""
 
     @torch.no_grad()
     def __call__(self) -> Validation | None:
         """Loss and accuracy; None where the data has no validation part. Collective over the mesh.
 
+        None as well where some rank could not read its rows: ``is_unread`` is true then.
+
         Cost: one forward of that part.
         """
-        sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
-        any_batch = False
-        for batch in validation_batches(self._source, self._config, self._step.rows()):
-            any_batch = True
-            for out, wanted in self._forward(batch):
-                sums += self._score(out, wanted)
-        if not any_batch:
+        sums = torch.zeros(4, dtype=torch.float64)  # loss, right answers, samples, unread batches
+        num_batches = num_validation_batches(self._source, self._config)
+        for index in range(num_batches):
+            for out, wanted in self._forward(self._batch(index)):
+                sums[:3] += self._score(out, wanted)
+        if not num_batches:
             return None
+        sums[3] = self.unread is not None
         for stage in self._step.stages:
             _free_whole_parameters(stage.model)
         if self._mesh.world is not None:
             sums = sums.to(self._mesh.device)
             dist.all_reduce(sums, group=self._mesh.world)
-        loss, right, count = sums.tolist()
+        loss, right, count, num_unread = sums.tolist()
+        self.is_unread = num_unread > 0
+        if self.is_unread:
+            return None
         return Validation(loss / count, None if self._reads_text else right / count)
+
+    def _batch(self, index: int) -> ValidationBatch:
+        """This rank's rows; padding where they cannot be read, since the others wait for it."""
+        rows = self._step.rows()
+        try:
+            return validation_batch(self._source, self._config, index, rows)
+        except UNREADABLE as error:
+            self.unread = error
+            return ValidationBatch(*padding_batch(self._config, len(rows)))
 
     def _forward(self, batch: ValidationBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """(what the last stage gives, targets) of each micro-batch, on the ranks of that stage."""

@@ -43,6 +43,8 @@ class StepResult:
     """Valid tokens in the global batch."""
     stop_requested: bool
     """Some rank was asked to stop."""
+    is_unread: bool = False
+    """Some rank could not read its rows: nothing was updated."""
     wire_bytes: int | None = None
     """Bytes that rank 0 sent over dp to average, where the optimizer counts them."""
     uncompressed_bytes: int | None = None
@@ -117,6 +119,7 @@ class TrainingStep:
         documents: Tensor | None = None,
         step: int = 0,
         stop: bool = False,
+        unread: bool = False,
     ) -> StepResult:
         """Train on one global batch; collective over the mesh.
 
@@ -128,11 +131,15 @@ class TrainingStep:
                 position sees another document's.
             step: steps done before, skipped ones included; says how the embedding is computed.
             stop: this rank was asked to stop; every rank learns of it in the result.
+            unread: what this rank was given stands for rows that it could not read; likewise.
         """
         self.probe.begin(step)
         loss = self.accumulate(inputs, targets, documents=documents, step=step)
         with span("totals"):
-            result, switches = self._totals(loss, stop)
+            result, switches = self._totals(loss, stop, unread)
+        if result.is_unread:
+            self.probe.skip()
+            return result
         scale = self.scaler.scale
         skipped = self.scaler.update(overflowed=not result.is_finite)
         if self.scaler.is_on:
@@ -179,8 +186,8 @@ class TrainingStep:
         """
         return self._stage_loss(output, targets, self.scaler.scale / self._tokens.total())
 
-    def _totals(self, loss: Tensor, stop: bool) -> tuple[StepResult, bool]:
-        """Squared norm, loss, stop flag and votes of all ranks, in one message.
+    def _totals(self, loss: Tensor, stop: bool, unread: bool) -> tuple[StepResult, bool]:
+        """Squared norm, loss, flags and votes of all ranks, in one message.
 
         The second result says that every rank's optimizer is ready for its next stage.
         """
@@ -188,18 +195,20 @@ class TrainingStep:
         loss_here = loss if self.stages[-1].is_last and self.mesh.coordinate.tp == 0 else 0 * loss
         occupation = self.executor.occupation
         own_s = self.work.own_s_by_rank(0.0 if occupation is None else occupation.unseen_s)
-        flags = [stop, not self.optimizer.ready_to_switch(), *own_s, *self._occupation()]
+        votes = [stop, unread, not self.optimizer.ready_to_switch()]
+        flags = [*votes, *own_s, *self._occupation()]
         norm_and_loss = torch.stack([self.optimizer.square_sum(), loss_here.double().cpu()])
         sums = torch.cat([norm_and_loss, torch.tensor(flags, dtype=torch.float64)])
         if self.mesh.world is not None:
             sums = sums.to(self.mesh.device)
             with communication("sum of the totals"):
                 dist.all_reduce(sums, group=self.mesh.world)
-        square_sum, total_loss, stops, not_ready, *times = sums.tolist()
+        square_sum, total_loss, stops, unreads, not_ready, *times = sums.tolist()
         own_s, times = times[: len(own_s)], times[len(own_s) :]
         norm = math.sqrt(square_sum) if square_sum >= 0 else math.nan
         scale = self.scaler.scale
-        result = StepResult(total_loss / scale, norm / scale, self._tokens.total(), stops > 0)
+        num_tokens = self._tokens.total()
+        result = StepResult(total_loss / scale, norm / scale, num_tokens, stops > 0, unreads > 0)
         if own_s:
             result = replace(result, own_s=tuple(own_s))
         if times:

@@ -15,7 +15,7 @@ from mcp_parallel.check import check
 from mcp_parallel.config import Config
 from mcp_parallel.data.ahead import Ahead
 from mcp_parallel.data.source import Data, open_data, source_of
-from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.errors import BAD_CONFIG, DIVERGED, FAILED, OK, STOPPED
 from mcp_parallel.evaluate import Evaluator
 from mcp_parallel.launch.context import RankContext
 from mcp_parallel.launch.variables import own_cuts
@@ -31,6 +31,7 @@ from mcp_parallel.parallel.mesh import build_mesh
 from mcp_parallel.settle import settle
 from mcp_parallel.snapshot import load_step, save_step
 from mcp_parallel.step import StepResult, TrainingStep
+from mcp_parallel.unread import UNREADABLE, end_unread, padding_batch
 
 
 class Trainer:
@@ -81,6 +82,7 @@ class Trainer:
             hosts=gather_texts(platform.node(), mesh),
             peak_tflops=peak_tflops(config, mesh.device) if self.context.rank == 0 else None,
         )
+        self._unread: Exception | None = None
         traced = traced_steps(self.step, config.train.steps, profile_steps)
         self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
 
@@ -90,15 +92,19 @@ class Trainer:
         A stop that any rank was asked for ends the step in flight, writes a checkpoint and returns
         ``STOPPED``. A loss or gradient that is not finite returns ``DIVERGED``: the step is not
         applied, nothing is saved, and the last good checkpoint is named with the way on from it.
-        Where loss scaling can go lower, such a step is skipped instead and training goes on.
+        Where loss scaling can go lower, such a step is skipped instead and training goes on. Data
+        that cannot be read any more ends the run after a checkpoint (see ``unread.end_unread``).
         """
         with self.train_step.work.running():
             return self._fit()
 
     def _fit(self) -> int:
-        status = OK
+        status, first_step = OK, self.step
         while self.step < self.config.train.steps:
             result = self._train_one_step()
+            if result.is_unread:
+                status = end_unread(self._unread, self.train_step.mesh)
+                break
             if not (result.is_finite or result.skipped):
                 status = DIVERGED
                 break
@@ -108,9 +114,13 @@ class Trainer:
                 break
             if self._is_checkpoint_due():
                 self._save()
+            if self.evaluate.is_unread:
+                status = end_unread(self.evaluate.unread, self.train_step.mesh)
+                break
         self.profile.close()
         self.batches.close()
-        if status == STOPPED:
+        is_new = self.step > first_step and not self._is_checkpoint_due()
+        if status == STOPPED or (status in (BAD_CONFIG, FAILED) and is_new):
             self._save()
         self.monitor.close(status)
         return status
@@ -129,7 +139,10 @@ class Trainer:
                 documents=documents,
                 step=self.step,
                 stop=self.context.stop_requested(),
+                unread=self._unread is not None,
             )
+        if result.is_unread:
+            return result
         step_time_s = time.perf_counter() - start
         communication_share = self.train_step.work.communication_share()
         validation = None
@@ -154,7 +167,12 @@ class Trainer:
     def _batch(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """This rank's part of the step's batch: inputs, targets, documents."""
         device = self.context.device
-        batch = self.batches.take(self.step, self.train_step.rows())
+        rows = self.train_step.rows()
+        try:
+            batch = self.batches.take(self.step, rows)
+        except UNREADABLE as error:
+            self._unread = error
+            batch = padding_batch(self.config, len(rows))
         return (
             torch.from_numpy(batch.inputs).to(device),
             torch.from_numpy(batch.targets).to(device),

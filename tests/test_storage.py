@@ -173,7 +173,7 @@ def test_a_block_that_arrives_changed_is_an_error_with_its_place():
     storage.write(f"{URL}/tokens.bin", bytes(content))
     corpus = open_data(config_for(URL))
     corpus.tokens[:100]
-    with pytest.raises(TokenFileError, match="got other bytes between 512 and 768"):
+    with pytest.raises(TokenFileError, match="got other bytes in block 2, between 512 and 768"):
         corpus.tokens[290:310]
     with pytest.raises(TokenFileError, match="between 512 and 768"):
         open_data(config_for(URL, data__verify="all"))

@@ -80,9 +80,9 @@ class BatchSource:
             ``(inputs [N, S], targets [N, S])``, int64; targets are -100 in padding.
 
         Raises:
-            ValueError: rows or step out of range, or a token out of the vocabulary, with its file
-                and position.
-            TokenFileError: a block of a token file is not what was written.
+            ValueError: rows or step out of range.
+            TokenFileError: a token out of the vocabulary, with its file and position, or a block
+                of a token file that is not what was written.
             StorageError: a token file's URL cannot be reached any more.
         """
         return self._samples(self._corpora, *self._at(step, rows))
@@ -109,7 +109,8 @@ class BatchSource:
             are -100.
 
         Raises:
-            ValueError: a token out of the vocabulary.
+            TokenFileError: as there.
+            StorageError: as there.
         """
         count = self.num_held_out
         at = np.arange(rows.start, rows.stop, rows.step) + index * self._global_batch_size

@@ -65,7 +65,8 @@ class Corpus:
         """Sample ``index`` as ``(inputs [S], targets [S])``, int64; targets are -100 in padding.
 
         Raises:
-            ValueError: no such sample, or a token out of the vocabulary.
+            ValueError: no such sample.
+            TokenFileError: a token out of the vocabulary, or bytes that are not what was written.
         """
         inputs, targets = self.samples(np.array([index]), seq_len)
         return inputs[0], targets[0]
@@ -76,7 +77,8 @@ class Corpus:
         """Samples as ``(inputs [N, S], targets [N, S])``, int64.
 
         Raises:
-            ValueError: no such sample, or a token out of the vocabulary.
+            ValueError: no such sample.
+            TokenFileError: a token out of the vocabulary, or bytes that are not what was written.
 
         Cost: copies N * (S + 1) tokens.
         """
@@ -95,7 +97,7 @@ class Corpus:
             inputs[row, :length], targets[row, :length] = window[:-1], window[1:]
             inputs[row, length:], targets[row, length:] = _PADDING, IGNORED_TARGET
             if int(window.max()) >= self.vocab_size:
-                raise ValueError(self._out_of_vocabulary(start, window))
+                raise TokenFileError(self._out_of_vocabulary(start, window))
         return inputs, targets
 
     def documents(

@@ -60,21 +60,38 @@ def source_of(data: Data, config: Config) -> Source:
     return (Texts((data,)) if isinstance(data, Corpus) else data).source(config)
 
 
-def validation_batches(source: Source, config: Config, rows: range) -> Iterator[ValidationBatch]:
-    """The rows of each batch of the data's validation part; nothing where it has none.
+def num_validation_batches(source: Source, config: Config) -> int:
+    """Batches of the data's validation part; 0 where it has none.
 
     Every batch is as large as a training batch; the last one is filled up with samples whose target
     is -100. Of text there are at most ``monitor.validate_batches``.
     """
     if isinstance(source, ImageSource):
-        for index in range(source.num_validation_batches):
-            yield ValidationBatch(*source.validation_batch(index, rows), None)
-    elif isinstance(source, BatchSource):
+        return source.num_validation_batches
+    if isinstance(source, BatchSource):
         num_batches = -(-source.num_held_out // config.train.global_batch_size)
-        for index in range(min(num_batches, config.monitor.validate_batches)):
-            inputs, targets, documents = source.held_out(index, rows)
-            is_masked = config.data.document_masking
-            yield ValidationBatch(inputs, targets, documents if is_masked else None)
+        return min(num_batches, config.monitor.validate_batches)
+    return 0
+
+
+def validation_batch(source: Source, config: Config, index: int, rows: range) -> ValidationBatch:
+    """Rows of a batch of the validation part.
+
+    Raises:
+        TokenFileError: bytes are not what was written.
+        StorageError: a URL cannot be reached any more.
+    """
+    if isinstance(source, ImageSource):
+        return ValidationBatch(*source.validation_batch(index, rows), None)
+    assert isinstance(source, BatchSource)
+    inputs, targets, documents = source.held_out(index, rows)
+    return ValidationBatch(inputs, targets, documents if config.data.document_masking else None)
+
+
+def validation_batches(source: Source, config: Config, rows: range) -> Iterator[ValidationBatch]:
+    """The rows of each batch of the data's validation part; nothing where it has none."""
+    for index in range(num_validation_batches(source, config)):
+        yield validation_batch(source, config, index, rows)
 
 
 def documents_of(source: Source, config: Config, step: int, rows: range) -> NDArray[Any] | None:

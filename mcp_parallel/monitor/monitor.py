@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcp_parallel.errors import DIVERGED, OK, STOPPED
+from mcp_parallel.errors import BAD_CONFIG, DIVERGED, FAILED, OK, STOPPED
 from mcp_parallel.layout import Layout
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.monitor.divergence import find_recovery
@@ -174,6 +174,8 @@ class Monitor:
         what, advice = {
             OK: ("done", self._after_training(folder, resume)),
             STOPPED: ("stopped, checkpoint written", resume),
+            BAD_CONFIG: ("ended: the data is not what was written", resume),
+            FAILED: ("ended: the data cannot be read", resume),
             DIVERGED: (f"diverged (loss or gradient is not finite{self._at_loss_scale()})", ""),
         }.get(status, (f"ended with status {status}", resume))
         way_on = [f"next: {advice}"]

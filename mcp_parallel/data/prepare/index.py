@@ -172,7 +172,8 @@ def changed_block(path: str, number: int, index: Index) -> TokenFileError:
     start = number * index.block_bytes
     stop = min(index.num_bytes, start + index.block_bytes)
     return TokenFileError(
-        f"data: {path!a} must be as it was written, got other bytes between {start} and {stop}; "
+        f"data: {path!a} must be as it was written, got other bytes in block {number}, "
+        f"between {start} and {stop}; "
         "run mcp-parallel data again, or copy it again"
     )
 
