@@ -15,6 +15,7 @@ import warnings
 
 import pytest
 import torch
+from hypothesis import settings
 from ranks import RankPool
 
 if not torch.cuda.is_available():
@@ -27,6 +28,12 @@ with warnings.catch_warnings():
     import mcp_kernels  # noqa: F401
 
 torch.set_num_threads(1)
+
+# A change is judged by the same examples each time, so that what is red is the change's doing;
+# HYPOTHESIS_PROFILE=explore draws new ones.
+settings.register_profile("same", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 CACHE = os.environ["XDG_CACHE_HOME"]
 

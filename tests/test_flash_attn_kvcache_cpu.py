@@ -192,11 +192,13 @@ def assert_call_is_right(call: Call, options: dict[str, Any]) -> None:
     is_narrow = call.dtype == torch.bfloat16 and _C.cpu_isa() == "avx512_bf16"
     rounded = 1.01 * kind.eps / 2 if is_narrow else 0.0
     bound = once + magnitude * (2 * ds + (keys**0.5 + 8) * unit + rounded)
-    assert ((out.double() - exact).abs() <= bound).all()
+    # What float64 is compared with was computed in it too, with errors of its own.
+    sides = 2 if call.dtype == torch.float64 else 1
+    assert ((out.double() - exact).abs() <= sides * bound).all()
     seen = exact_lse.isfinite()
     assert (lse[~seen] == -math.inf).all()
     error = (lse.double() - exact_lse)[seen].abs()
-    assert (error <= ds + 8 * unit * (1 + exact_lse[seen].abs())).all()
+    assert (error <= sides * (ds + 8 * unit * (1 + exact_lse[seen].abs()))).all()
 
 
 @st.composite
