@@ -15,7 +15,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the tracker is torch's profiler, which chats
@@ -103,6 +103,32 @@ LAYOUTS: list[list[str]] = [
     [*ONEBIT, "train.precision=bf16", "parallel.dp=2"],
     [*ONEBIT],
 ]
+# A vision transformer on images of 64 patches, in each kind of layout.
+IMAGES = {"preset": "vit-digits", "patch_size": 1}
+IMAGE_TRAIN = {"global_batch_size": 16, "micro_batch_size": 4}
+IMAGE_LAYOUTS: list[list[str]] = [
+    [],
+    [SELECTIVE, INT8],
+    [FULL, "memory.activation_compression=fp8"],
+    ["train.precision=bf16"],
+    ["train.precision=fp16", FULL],
+    [OFFLOAD],
+    ["parallel.dp=2", "parallel.zero=1"],
+    ["parallel.dp=2", "parallel.zero=2", "train.precision=bf16"],
+    ["parallel.dp=2", ZERO3, FULL],
+    ["parallel.tp=2", SELECTIVE],
+    ["parallel.tp=2", "parallel.sequence_parallel=false"],
+    ["parallel.pp=2"],
+    ["parallel.pp=2", "parallel.schedule=gpipe"],
+    ["parallel.pp=2", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
+    ["parallel.pp=2", "parallel.schedule=zero_bubble"],
+    ["parallel.pp=2", "parallel.schedule=zbv", FULL],
+    ["parallel.tp=2", "parallel.pp=2", "parallel.schedule=dualpipev"],
+    ["parallel.cp=4"],
+    ["parallel.cp=2", "parallel.tp=2", "parallel.cp_attention=ring"],
+    ["parallel.cp=2", "parallel.tp=2", ZERO3, FULL],
+    [*ONEBIT, "parallel.dp=2"],
+]
 
 
 @dataclass(frozen=True)
@@ -146,7 +172,12 @@ def ladder() -> list[Rung]:
 
 def compare_estimates() -> list[Rung]:
     base = Config.from_mapping({"model": SMALL, "train": TRAIN})
-    return [run("", base, changes) for changes in LAYOUTS]
+    images = Config.from_mapping({"model": IMAGES, "train": {**IMAGE_TRAIN, "precision": "fp32"}})
+    rungs = [run("", base, changes) for changes in LAYOUTS]
+    for changes in IMAGE_LAYOUTS:
+        rung = run("", images, changes)
+        rungs.append(replace(rung, name=f"images: {rung.name}"))
+    return rungs
 
 
 def table(rungs: list[Rung], width: int = 34) -> list[str]:

@@ -16,7 +16,6 @@ from mcp_parallel.cli.check import summarize
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory import ends, estimate, kept, onebit, weights
-from mcp_parallel.memory.estimate import can_estimate
 from mcp_parallel.memory.ledger import Ledger
 from mcp_parallel.memory.track import AllocationTracker
 from mcp_parallel.model import formats, packing
@@ -61,14 +60,28 @@ SMALL_BESIDE = {
     "parallel.zero": "train.optimizer=onebit_adam",
     "memory.activation_checkpointing": "parallel.schedule=zero_bubble",
 }
+IMAGES = {
+    "model": {"preset": "vit-digits", "patch_size": 1},
+    "train": {"global_batch_size": 16, "micro_batch_size": 4, "warmup_steps": 0},
+}
+IMAGE_CASES = [
+    ["memory.activation_checkpointing=selective", "memory.activation_compression=int8"],
+    ["train.precision=bf16"],
+    ["parallel.dp=2", "parallel.zero=3", "memory.activation_checkpointing=full"],
+    ["parallel.tp=2"],
+    ["parallel.pp=2", "parallel.schedule=zero_bubble"],
+    ["parallel.cp=4"],
+]
 SCRIPT = """
 import json, os, sys
 os.environ["KINETO_LOG_LEVEL"] = "99"
 from mcp_parallel.config import Config
 from mcp_parallel.memory.measure import measure_peaks
-base, cases = json.loads(sys.argv[1])
 # The third step is the first after 1-bit Adam's switch that holds nothing of the first stage.
-peaks = [measure_peaks(Config.from_mapping(base).with_overrides(c), steps=3) for c in cases]
+peaks = [
+    [measure_peaks(Config.from_mapping(base).with_overrides(c), steps=3) for c in cases]
+    for base, cases in json.loads(sys.argv[1])
+]
 open(sys.argv[2], "w").write(json.dumps(peaks))
 """
 
@@ -77,10 +90,19 @@ def config_of(changes):
     return Config.from_mapping(BASE).with_overrides(changes)
 
 
+def image_config(changes):
+    return Config.from_mapping(IMAGES).with_overrides(changes)
+
+
+ALL = [(config_of, CASES), (image_config, IMAGE_CASES)]
+ONE_BY_ONE = [(kind, index) for kind, (_, cases) in enumerate(ALL) for index in range(len(cases))]
+
+
 @pytest.fixture(scope="module")
 def tracked(tmp_path_factory):
     result = tmp_path_factory.mktemp("peaks") / "peaks"
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps([BASE, CASES]), str(result)]
+    given = json.dumps([[BASE, CASES], [IMAGES, IMAGE_CASES]])
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, given, str(result)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return json.loads(result.read_text())
@@ -95,21 +117,29 @@ def predicted(config):
     ]
 
 
-@pytest.mark.parametrize("index", range(len(CASES)), ids=[" ".join(c) for c in CASES])
-def test_estimate_is_within_five_percent_of_the_tracked_peak(tracked, index):
-    for guess, truth in zip(predicted(config_of(CASES[index])), tracked[index], strict=True):
+@pytest.mark.parametrize(
+    ("kind", "index"), ONE_BY_ONE, ids=[" ".join(ALL[kind][1][index]) for kind, index in ONE_BY_ONE]
+)
+def test_estimate_is_within_five_percent_of_the_tracked_peak(tracked, kind, index):
+    make, cases = ALL[kind]
+    for guess, truth in zip(predicted(make(cases[index])), tracked[kind][index], strict=True):
         assert abs(guess / truth - 1) <= TOLERANCE, (guess, truth)
 
 
 def test_an_estimate_that_leaves_something_out_is_found(tracked):
     """What each case is about, left out of its prediction, puts it out of tolerance."""
-    for changes, truth in zip(CASES, tracked, strict=True):
+    of_all = [
+        (make, changes, truth)
+        for (make, cases), peaks in zip(ALL, tracked, strict=True)
+        for changes, truth in zip(cases, peaks, strict=True)
+    ]
+    for make, changes, truth in of_all:
         for left_out in range(len(changes)):
             key = changes[left_out].partition("=")[0]
             if key in NEEDED or SMALL_BESIDE.get(key) in changes:
                 continue
             rest = [c for i, c in enumerate(changes) if i != left_out]
-            guess = max(predicted(config_of(rest)))
+            guess = max(predicted(make(rest)))
             assert abs(guess / max(truth) - 1) > TOLERANCE, (changes, key)
 
 
@@ -184,9 +214,8 @@ def test_check_says_what_a_rank_needs():
     assert [rank["peak_bytes"] for rank in memory] == predicted(config_of(["parallel.pp=2"]))
     for rank in memory:
         assert sum(rank["parts"].values()) == rank["peak_bytes"]
-    images = Config.from_mapping({"model": {"preset": "vit-digits"}})
-    assert not can_estimate(images)
-    assert summarize(images)["memory"] is None
+    images = image_config(["parallel.pp=2"])
+    assert [rank["peak_bytes"] for rank in summarize(images)["memory"]] == predicted(images)
 
 
 def test_sharding_divides_what_it_says():

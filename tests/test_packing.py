@@ -129,6 +129,23 @@ def test_log_sum_exps_and_norm_scales_are_exact_and_attention_outputs_are_not():
     assert sum(tuple(t.shape) == (2, 64, 4, 16) for t in seen) == 4
 
 
+def test_statistics_of_a_layer_norm_are_exact():
+    """One number a row each: less than a hundredth of what it is there to scale."""
+    packer, seen = Packer("int8", ()), []
+
+    def pack(tensor):
+        seen.append((tensor, packer.unpack(packer.pack(tensor))))
+        return tensor
+
+    x = make_gradient(2 * SMALLEST, 16, seed=3).requires_grad_()
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.nn.functional.layer_norm(x * 1.5, (16,))
+    statistics = [(a, b) for a, b in seen if a.shape[-1] == 1]
+    assert len(statistics) == 2
+    assert all(torch.equal(a, b) for a, b in statistics)
+    assert any(not torch.equal(a, b) for a, b in seen)
+
+
 @pytest.mark.parametrize("compression", ["none", *FORMATS])
 def test_host_memory_changes_no_bit(compression):
     x = make_gradient(5003)

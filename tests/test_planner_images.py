@@ -10,13 +10,15 @@ import mcp_parallel
 from mcp_parallel.check import find_problems
 from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.errors import ConfigError
+from mcp_parallel.memory.estimate import estimate
 from mcp_parallel.planner import block
-from mcp_parallel.planner.auto import choose
+from mcp_parallel.planner.auto import choose, with_layout
 from mcp_parallel.planner.cost import CostModel
 from mcp_parallel.planner.flops import flops_per_token
 from mcp_parallel.planner.hardware import HARDWARE
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.machine import Machine, cpu_hardware
+from mcp_parallel.planner.memory import peak_memory
 from mcp_parallel.planner.stages import rank_parameters, rank_stages
 from mcp_parallel.presets import num_parameters
 
@@ -146,3 +148,31 @@ def test_auto_chooses_for_images(optimizer):
     choice = choose(config, Machine(cpu_hardware(4), 4, is_cpu=True))
     assert "chose" in choice.line
     assert not find_problems(choice.config, 4)
+
+
+REPLAYED = {
+    "dp": (4, 1, 1, 1, "1f1b", 1, 4, 0, "none"),
+    "full": (4, 1, 1, 1, "1f1b", 1, 4, 1, "full"),
+    "zero 3": (8, 1, 1, 1, "1f1b", 1, 4, 3, "selective"),
+    "tp": (1, 4, 1, 1, "1f1b", 1, 4, 0, "none"),
+    "cp": (2, 1, 1, 4, "1f1b", 1, 4, 1, "selective"),
+    "1f1b": (1, 1, 4, 1, "1f1b", 1, 4, 0, "none"),
+    "interleaved": (2, 2, 4, 1, "interleaved", 2, 4, 1, "none"),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_memory_is_near_the_replay(name, precision):
+    layout, model = PlannedLayout(*REPLAYED[name]), vit(num_layers=16)
+    train = {"global_batch_size": 64, "precision": precision}
+    base = Config.from_mapping({"model": {"preset": "vit-digits"}, "train": train})
+    config = with_layout(dataclasses.replace(base, model=model), layout)
+    job = dataclasses.replace(job_of(model), precision=precision)
+    found = peak_memory(job, layout)
+    truth = max(estimate(config, rank).peak_bytes for rank in range(config.parallel.pp))
+    assert abs((found.total - found.reserve) / truth - 1) <= 0.05  # that of the replay itself
+    if layout.pp == 1:  # what is kept is no text block's
+        as_text = dataclasses.replace(job, model=dataclasses.replace(model, family="llama"))
+        other = peak_memory(as_text, layout)
+        assert abs((other.total - other.reserve) / truth - 1) > 0.05

@@ -14,7 +14,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.division import MEASURED, microbatch_counts, stage_layers
 from mcp_parallel.errors import BAD_CONFIG, OK, ConfigError
 from mcp_parallel.layout import Layout
-from mcp_parallel.memory.estimate import can_estimate, estimate
+from mcp_parallel.memory.estimate import estimate
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.balance import imbalance, modelled_costs, rank_costs
 from mcp_parallel.presets import num_parameters
@@ -118,7 +118,7 @@ def summarize(config: Config) -> dict[str, Any]:
         ``stage_costs``: each pipeline rank's part of the operations, and ``imbalance``, how much
         the largest is above their mean;
         ``memory``: for each pipeline rank its predicted ``peak_bytes`` and, at the peak, bytes of
-        each of its ``parts``; None where the run is not of a kind that is predicted.
+        each of its ``parts``.
     """
     layout, train = Layout.from_config(config.parallel), config.train
     counts, ranges, costs = microbatch_counts(config), stage_layers(config), modelled_costs(config)
@@ -147,9 +147,7 @@ def summarize(config: Config) -> dict[str, Any]:
     }
 
 
-def _memory(config: Config) -> list[dict[str, Any]] | None:
-    if not can_estimate(config):
-        return None
+def _memory(config: Config) -> list[dict[str, Any]]:
     found = [estimate(config, pp_rank) for pp_rank in range(config.parallel.pp)]
     return [{"peak_bytes": one.peak_bytes, "parts": one.parts} for one in found]
 
@@ -166,10 +164,8 @@ def _balance_line(split: str, summary: dict[str, Any]) -> str:
     )
 
 
-def _memory_lines(memory: list[dict[str, Any]] | None) -> list[str]:
+def _memory_lines(memory: list[dict[str, Any]]) -> list[str]:
     """The pipeline rank that needs most, by part, and how much the others need."""
-    if memory is None:
-        return []
     most = max(memory, key=lambda rank: rank["peak_bytes"])
     parts = sorted(most["parts"].items(), key=lambda part: -part[1])
     shown = ", ".join(f"{name} {_size(size)}" for name, size in parts if size)

@@ -1,4 +1,4 @@
-"""One Llama block's forward and backward as allocations, in the order they happen. No torch.
+"""One block's forward and backward as allocations, in the order they happen: Llama's. No torch.
 
 Each line stands for one of ``model/llama.py``, ``model/stage.py`` or of the gradients of its
 operations. Tensors are named as there; ``d_x`` is the gradient of x.
@@ -24,7 +24,7 @@ class _Saved:
 
 
 class BlockPass:
-    """One micro-batch's way through one block.
+    """One micro-batch's way through one block; Llama's, and what other families share with it.
 
     Args:
         ledger: what is counted in.
@@ -36,6 +36,23 @@ class BlockPass:
         self.ledger, self.sizes, self.keeping = ledger, sizes, keeping
         self._saved: dict[str, _Saved] = {}
         self._later: list[tuple[str, list[Memory]]] | None = None
+        self._elements = self.weights(sizes)
+
+    @staticmethod
+    def weights(sizes: Sizes) -> dict[str, int]:
+        """Elements of each weight of a block on this rank, by name, in order of registration."""
+        d = sizes.hidden
+        return {
+            "attn_norm": d,
+            "wq": sizes.q_width * d,
+            "wk": sizes.kv_width * d,
+            "wv": sizes.kv_width * d,
+            "wo": sizes.q_width * d,
+            "ffn_norm": d,
+            "w1": sizes.ffn * d,
+            "w3": sizes.ffn * d,
+            "w2": sizes.ffn * d,
+        }
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -64,25 +81,7 @@ class BlockPass:
         """The operations of the block; ``save`` None keeps nothing."""
         s, ledger = self.sizes, self.ledger
         cut, whole = s.cut_tokens * s.hidden, s.tokens * s.hidden
-        q_elements, kv_elements = s.tokens * s.q_width, s.tokens * s.kv_width
-
-        n1 = self._norm("1", save)
-        seen = self._gather("n1", n1, save)
-        q, k, v = self._new(q_elements), self._new(kv_elements), self._new(kv_elements)
-        ledger.drop(seen)
-        turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
-        ledger.drop(q, k)
-        out = self._new(q_elements)
-        lse = ledger.new(s.samples * s.heads * (s.tokens // s.samples) * max(4, s.compute_bytes))
-        if save is not None:
-            save("q", turned_q, q_elements)
-            save("k", turned_k, kv_elements)
-            save("v", v, kv_elements)
-            save("out", out, q_elements)
-            save("lse", lse, None)
-        ledger.drop(lse)
-        y = self._row_parallel(whole, cut)
-        ledger.drop(turned_q, turned_k, v, out, n1)
+        y = self._attention(save)
         x2 = self._new(cut)  # of one operation with its norm
         if save is not None:
             save("x2", x2, cut)
@@ -102,9 +101,62 @@ class BlockPass:
         ledger.drop(y, x2)
         return x3
 
+    def _attention(self, save: Callable[..., None] | None) -> Memory:
+        """The first norm and attention; its result before it is added."""
+        s, ledger = self.sizes, self.ledger
+        q_elements, kv_elements = s.tokens * s.q_width, s.tokens * s.kv_width
+        n1 = self._norm("1", save)
+        seen = self._gather("n1", n1, save)
+        q, k, v = self._new(q_elements), self._new(kv_elements), self._new(kv_elements)
+        ledger.drop(seen)
+        if self._turns:
+            turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
+            ledger.drop(q, k)
+            q, k = turned_q, turned_k
+        everyones = self._gathered_keys(kv_elements)
+        out = self._new(q_elements)
+        ledger.drop(*everyones)
+        lse = ledger.new(s.samples * s.heads * (s.tokens // s.samples) * max(4, s.compute_bytes))
+        if save is not None:
+            save("q", q, q_elements)
+            save("k", k, kv_elements)
+            save("v", v, kv_elements)
+            save("out", out, q_elements)
+            save("lse", lse, None)
+        ledger.drop(lse)
+        y = self._row_parallel(s.tokens * s.hidden, s.cut_tokens * s.hidden)
+        ledger.drop(q, k, v, out, n1)
+        return y
+
+    def _gathered_keys(self, kv_elements: int) -> list[Memory]:
+        """Keys and values of all ranks that share a sequence (``context/gather.py``)."""
+        if self.sizes.gathers_from == 1:
+            return []
+        whole, found = self.sizes.gathers_from * kv_elements, []
+        for _ in "kv":
+            arrived = self._new(whole)
+            joined = self._new(whole)
+            self.ledger.drop(arrived)
+            late = self._new(whole // 2)
+            found.append(self._new(whole))  # in the order of the sequence
+            self.ledger.drop(joined, late)
+        return found
+
+    def _gradients_of_gathered(self, q_elements: int, kv_elements: int) -> None:
+        """What the backward pass of attention over gathered keys has for a moment."""
+        s, ledger = self.sizes, self.ledger
+        if s.gathers_from == 1:
+            return
+        whole = s.gathers_from * kv_elements
+        held = self._gathered_keys(kv_elements)
+        held += [ledger.new(whole * max(4, s.compute_bytes)) for _ in "kv"]  # sums
+        held += [self._new(q_elements), self._new(whole), self._new(whole)]  # of one call
+        packed = [ledger.new(whole * max(4, s.compute_bytes)) for _ in range(2)]
+        ledger.drop(*held, *packed)
+
     def _norm(self, number: str, save: Callable[..., None] | None) -> Memory:
         s = self.sizes
-        scale = self.ledger.new(s.cut_tokens * max(4, s.compute_bytes))
+        scale = self.ledger.new(self._row_scales * s.cut_tokens * max(4, s.compute_bytes))
         normed = self._new(s.cut_tokens * s.hidden)
         if save is not None:
             save(f"scale{number}", scale, None)
@@ -153,16 +205,18 @@ class BlockPass:
         else:
             self._saved[name] = _Saved(None, self.ledger.new(packed))
 
+    _inner_inputs: tuple[str, ...] = ("gate", "up")
+    """What "product", the input of the feed-forward's last layer, is made of: silu(gate) * up."""
+
     def _restore(self, name: str, elements: int) -> Memory:
         """The tensor as backward sees it, one more holder of it."""
         saved = self._saved[name]
         if saved.raw is not None:
             return self.ledger.hold(saved.raw)
-        if saved.packed is None and name == "product":  # silu(gate) * up
-            gate = self._restore("gate", elements)
-            up = self._restore("up", elements)
+        if saved.packed is None and name == "product":
+            factors = [self._restore(factor, elements) for factor in self._inner_inputs]
             made = self._new(elements)
-            self.ledger.drop(gate, up)
+            self.ledger.drop(*factors)
             return made
         if saved.packed is None:  # a norm of x
             x = self._restore("x" if name == "n1" else "x2", elements)
@@ -182,7 +236,7 @@ class BlockPass:
         """Gradient of the block's input; takes over ``d_x3``."""
         if self.keeping.policy == "full":
             self._recompute()
-        s, ledger, inner = self.sizes, self.ledger, self.sizes.tokens * self.sizes.ffn
+        ledger, inner = self.ledger, self.sizes.tokens * self.sizes.ffn
 
         d_y = self._gathered_gradient(d_x3)
         product = self._restore("product", inner)
@@ -196,7 +250,10 @@ class BlockPass:
         self._forget("gate", "up")
         d_n2 = self._column_backward("n2", [("w3", d_up), ("w1", d_gate)], give)
         d_x2 = self._norm_backward("2", d_n2, d_x3, give)
+        return self._attention_backward(d_x2, give)
 
+    def _attention_backward(self, d_x2: Memory, give: GiveGradient) -> Memory:
+        s, ledger = self.sizes, self.ledger
         d_y = self._gathered_gradient(d_x2)
         q_elements, kv_elements = s.tokens * s.q_width, s.tokens * s.kv_width
         out = self._restore("out", q_elements)
@@ -205,12 +262,15 @@ class BlockPass:
         ledger.drop(d_y)
         rest = [self._restore("q", q_elements)]
         rest += [self._restore(name, kv_elements) for name in ("k", "v")]
+        self._gradients_of_gathered(q_elements, kv_elements)
         d_q, d_k, d_v = self._new(q_elements), self._new(kv_elements), self._new(kv_elements)
         ledger.drop(d_out, out, *rest)
         self._forget("q", "k", "v", "out", "lse")
-        turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
-        ledger.drop(d_q, d_k)
-        d_n1 = self._column_backward("n1", [("wv", d_v), ("wk", turned_k), ("wq", turned_q)], give)
+        if self._turns:
+            turned_q, turned_k = self._new(q_elements), self._new(kv_elements)
+            ledger.drop(d_q, d_k)
+            d_q, d_k = turned_q, turned_k
+        d_n1 = self._column_backward("n1", [("wv", d_v), ("wk", d_k), ("wq", d_q)], give)
         return self._norm_backward("1", d_n1, d_x2, give)
 
     def _recompute(self) -> None:
@@ -218,7 +278,7 @@ class BlockPass:
         s = self.sizes
         x = self._restore("x", s.cut_tokens * s.hidden)
         kept = self._saved.pop("x")
-        plain = BlockPass(self.ledger, s, Keeping("none", "none"))
+        plain = type(self)(self.ledger, s, Keeping("none", "none"))
         # It stops where the last saved tensor is made: the block's result never is.
         plain._saved["x"] = _Saved(x, None)
         self.ledger.drop(plain._run(x, plain._save))
@@ -268,17 +328,30 @@ class BlockPass:
         name = "x" if number == "1" else "x2"
         x = self._restore(name, elements)
         d_x = self._new(elements)
-        give("attn_norm" if number == "1" else "ffn_norm", s.hidden)
+        self._give_all("attn_norm" if number == "1" else "ffn_norm", give)
         ledger.drop(d_y, x)
-        # The second norm adds the other gradient itself; otherwise one is added to the other in
+        # Llama's second norm adds the other gradient itself; otherwise one is added to the other in
         # place, unless the gradient of a weight that comes later is made of it as it is.
-        if number == "2" or d_residual.holders > 1:
+        if (number == "2" and self._norm_adds) or d_residual.holders > 1:
             d_residual, d_x = d_x, d_residual
         ledger.drop(d_x)
         self._forget(name, f"scale{number}")
         if number == "1" and "input" in self._saved:
             self._forget("input")
         return d_residual
+
+    _row_scales = 1
+    """Numbers that a norm keeps of each position."""
+    _norm_adds = True
+    """The second norm takes the sum before it along, and its gradient."""
+    _turns = True
+    """Queries and keys are turned by their positions."""
+
+    def _give_all(self, layer: str, give: GiveGradient) -> None:
+        """The gradients of a layer that has no matrix."""
+        for weight, elements in self._elements.items():
+            if weight.partition(".")[0] == layer:
+                give(weight, elements)
 
     # --- a backward in two passes ---------------------------------------------------------------
 
@@ -294,12 +367,12 @@ class BlockPass:
         """Gradients of the weights that ``input_backward`` left out."""
         assert self._later is not None
         for weight, factors in self._later:
-            give(weight, self.sizes.block_weights[weight])
+            give(weight, self._elements[weight])
             self.ledger.drop(*factors)
 
     def _weight(self, weight: str, x: Memory, d_y: Memory, give: GiveGradient) -> None:
         """The gradient of a linear layer's weight, now or later."""
         if self._later is None:
-            give(weight, self.sizes.block_weights[weight])
+            give(weight, self._elements[weight])
         else:
             self._later.append((weight, [self.ledger.hold(x), self.ledger.hold(d_y)]))

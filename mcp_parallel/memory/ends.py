@@ -29,7 +29,7 @@ class HeadPass:
     sizes: Sizes
     recompute: bool
 
-    def forward(self, x: Memory, is_held: bool = False) -> Memory:
+    def forward(self, x: Memory) -> Memory:
         """The last norm's result, which the loss is given; ``x`` is saved."""
         s, ledger = self.sizes, self.ledger
         self._x = ledger.hold(x)
@@ -145,3 +145,16 @@ def embedding_backward(ledger: Ledger, s: Sizes, d_x: Memory, give: GiveGradient
         ledger.pass_by(4 * s.vocab * s.hidden, "gradients")
     give("embed", s.vocab * s.hidden)
     ledger.drop(d_x, whole)
+
+
+def text_ends(s: Sizes, *, has_embedding: bool, has_head: bool, is_tied: bool) -> dict[str, int]:
+    """Elements of the weights of a stage that are in no block."""
+    table = s.vocab * s.hidden
+    found: dict[str, int] = {}
+    if has_embedding or (has_head and is_tied):
+        found["embed"] = table
+    if has_head:
+        found["norm"] = s.hidden
+        if not is_tied:
+            found["head"] = table
+    return found

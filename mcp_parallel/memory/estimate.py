@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from mcp_parallel.config import Config
 from mcp_parallel.division import microbatch_counts
 from mcp_parallel.layout import Layout
+from mcp_parallel.memory.family import replayed_of
 from mcp_parallel.memory.ledger import Ledger
 from mcp_parallel.memory.onebit import OneBitWeights
 from mcp_parallel.memory.pipeline import PipelineRank
@@ -19,8 +20,6 @@ from mcp_parallel.memory.replay import StageReplay
 from mcp_parallel.memory.sharded import ShardedWeights
 from mcp_parallel.memory.sizes import Sizes, StageSizes, stages_of
 from mcp_parallel.memory.weights import Weights
-
-_TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -32,16 +31,11 @@ class Estimate:
     """Bytes of each part at the peak."""
 
 
-def can_estimate(config: Config) -> bool:
-    """Whether a run is of the kind that is replayed: the Llama family."""
-    return config.model.family == "llama"
-
-
 def estimate(config: Config, pp_rank: int = 0) -> Estimate:
     """The peak of the ranks at place ``pp_rank`` of the pipeline, the largest of them.
 
     Args:
-        config: checked, and ``can_estimate``.
+        config: checked.
         pp_rank: pipeline rank, below ``parallel.pp``.
 
     Cost: some 100 microseconds for each block and micro-batch; of the latter no more are replayed
@@ -54,8 +48,12 @@ def estimate(config: Config, pp_rank: int = 0) -> Estimate:
     for stage in stages_of(config, pp_rank):
         weights = _weights(ledger, config, sizes, stage)
         stages[stage.index] = StageReplay(ledger, config, sizes, stage, weights)
-    ledger.new(_tables_bytes(config, sizes), "activations")
-    ledger.new(2 * _TOKEN_BYTES * config.model.seq_len * config.train.micro_batch_size * count)
+    family = replayed_of(config.model)
+    ledger.new(family.table_bytes(sizes), "activations")
+    samples = family.sample_bytes(sizes) * sizes.samples * count
+    ledger.new(samples)
+    if layout.cp > 1:  # and this rank's part of each
+        ledger.new(samples // layout.cp)
     if layout.pp > 1:
         replayed = count if layout.schedule == "gpipe" else min(count, 2 * layout.pp)
         step = PipelineRank(ledger, config, sizes, stages, pp_rank, replayed)
@@ -97,9 +95,3 @@ def _weights(
     if layout.zero > 0 and layout.zero_ranks > 1:
         return ShardedWeights(ledger, config, sizes, stage)
     return Weights(ledger, config, sizes, stage, summed=layout.dp_cp > 1)
-
-
-def _tables_bytes(config: Config, sizes: Sizes) -> int:
-    """Cosines and sines of every position, as ``model/rotary.py`` caches them."""
-    each = config.model.seq_len * max(4, sizes.compute_bytes)
-    return 2 * each * sizes.head_size // 2

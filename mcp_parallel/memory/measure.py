@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcp_parallel.config import Config
+from mcp_parallel.config import Config, ModelConfig
 from mcp_parallel.launch.local import launch_local
 from mcp_parallel.layout import Layout
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from mcp_parallel.launch.context import RankContext
 
 # Once here rather than in every rank.
@@ -26,7 +28,7 @@ _PRELOAD = (
 
 
 def measure_peaks(config: Config, *, steps: int = 2) -> list[int]:
-    """Train on random tokens on CPU ranks of this machine and track what each allocates.
+    """Train on random tokens or pixels on CPU ranks of this machine and track what each allocates.
 
     Ranks talk through shared memory (backend ``shm``), where every message is done when its call
     returns: a backend with threads of its own frees memory where no tracker sees it.
@@ -69,14 +71,28 @@ def _track(config: Config, context: RankContext, steps: int, scratch: Path) -> i
     mesh = build_mesh(layout, context.device)
     assert mesh is not None
     config = replace(config, train=replace(config.train, steps=steps))
-    model = config.model
     with AllocationTracker() as tracker:
         step = TrainingStep(config, mesh, scratch)
         for index in range(steps):
-            generator = torch.Generator().manual_seed(index)
-            shape = len(step.rows()), model.seq_len
-            tokens = torch.randint(model.vocab_size, shape, generator=generator)
-            step(tokens, tokens, config.train.lr)
-            del tokens
+            inputs, targets = _batch(config.model, len(step.rows()), index)
+            step(inputs, targets, config.train.lr)
+            del inputs, targets
         del step
     return tracker.peak_bytes
+
+
+def _batch(model: ModelConfig, rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs and targets."""
+    import torch
+
+    from mcp_parallel.model.family import family_of
+
+    generator = torch.Generator().manual_seed(seed)
+    family = family_of(model)
+    shape = rows, *family.input_shape(model, model.seq_len)
+    if family.input_dtype == torch.int64:
+        tokens = torch.randint(model.vocab_size, shape, generator=generator)
+        return tokens, tokens
+    targets = rows, *family.output_shape(model, model.seq_len)[:-1]
+    pixels = torch.randn(shape, dtype=family.input_dtype, generator=generator)
+    return pixels, torch.randint(model.vocab_size, targets, generator=generator)

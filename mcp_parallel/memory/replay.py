@@ -7,7 +7,9 @@ from collections.abc import Callable
 from mcp_parallel.config import Config
 from mcp_parallel.layout import Layout
 from mcp_parallel.memory.block import BlockPass
-from mcp_parallel.memory.ends import HeadPass, embedding_backward, embedding_forward
+from mcp_parallel.memory.ends import HeadPass
+from mcp_parallel.memory.family import replayed_of
+from mcp_parallel.memory.images import ImageHeadPass
 from mcp_parallel.memory.kept import Keeping
 from mcp_parallel.memory.ledger import Ledger, Memory
 from mcp_parallel.memory.sharded import ShardedWeights
@@ -27,33 +29,33 @@ class StageReplay:
         weights: Weights | ShardedWeights,
     ) -> None:
         self.ledger, self.sizes, self.stage, self.weights = ledger, sizes, stage, weights
-        self.keeping = Keeping.of(config.memory)
+        self.keeping, self.family = Keeping.of(config.memory), replayed_of(config.model)
         layout = Layout.from_config(config.parallel)
         positions = config.train.micro_batch_size * config.model.seq_len
         is_gpipe = layout.pp > 1 and layout.schedule == "gpipe"
         self._recomputes_head = is_gpipe and config.model.hidden_size > positions
         self._blocks: dict[int, list[BlockPass]] = {}
-        self._heads: dict[int, HeadPass] = {}
+        self._heads: dict[int, HeadPass | ImageHeadPass] = {}
 
     def forward(self, microbatch: int, x: Memory | None) -> Memory:
         """What the stage gives; ``x`` is its input, None for tokens, kept by the caller."""
         is_held = x is not None
         self.weights.before_forward(ROOT)
         if x is None:
-            x = embedding_forward(self.ledger, self.sizes)
+            x = self.family.embedding_forward(self.ledger, self.sizes)
         else:
             self.ledger.hold(x)
         blocks = self._blocks[microbatch] = []
         for number in range(self.stage.num_layers):
             self.weights.before_forward(self._name(number))
-            block = BlockPass(self.ledger, self.sizes, self.keeping)
+            block = self.family.block(self.ledger, self.sizes, self.keeping)
             result = block.forward(x, x_is_held=is_held and number == 0)
             self.weights.after_forward(self._name(number))
             blocks.append(block)
             self.ledger.drop(x)
             x = result
         if self.stage.has_head:
-            head = HeadPass(self.ledger, self.sizes, self._recomputes_head)
+            head = self.family.head(self.ledger, self.sizes, self._recomputes_head)
             self._heads[microbatch] = head
             normed = head.forward(x)
             self.ledger.drop(x)
@@ -84,7 +86,7 @@ class StageReplay:
             d_x = run(d_x, self._giver(name))
             self.weights.after_backward(name)
         if self.stage.has_embedding:
-            embedding_backward(self.ledger, self.sizes, d_x, self._giver(ROOT))
+            self.family.embedding_backward(self.ledger, self.sizes, d_x, self._giver(ROOT))
             d_x = None
         self.weights.finish_backward()
         return d_x

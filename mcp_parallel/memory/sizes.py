@@ -31,6 +31,13 @@ class Sizes:
     """Features of the keys on this rank; of the values as well."""
     ffn: int
     vocab: int
+    """Of the head's outputs on this rank."""
+    seq_len: int
+    """Positions of a whole sample."""
+    patch_values: int
+    """Numbers in a patch of an image; 0 with text."""
+    gathers_from: int
+    """Ranks whose keys and values attention has whole: those of cp, where it is by all-gather."""
     compute_bytes: int
     """Of an activation."""
     state_bytes: int
@@ -57,6 +64,9 @@ class Sizes:
             kv_width=model.num_kv_heads // tp * head_size,
             ffn=split_dim(model.ffn_size, tp, 0)[1],
             vocab=split_dim(model.vocab_size, tp, 0)[1],
+            seq_len=model.seq_len,
+            patch_values=(model.patch_size or 0) ** 2 * (model.channels or 0),
+            gathers_from=parallel.cp if parallel.cp_attention == "all_gather" else 1,
             compute_bytes=each,
             state_bytes=max(4, each),
             tp=tp,
@@ -67,22 +77,6 @@ class Sizes:
     def q_width(self) -> int:
         """Features of the queries on this rank."""
         return self.heads * self.head_size
-
-    @property
-    def block_weights(self) -> dict[str, int]:
-        """Elements of each weight of a block, by name, in the order of registration."""
-        d = self.hidden
-        return {
-            "attn_norm": d,
-            "wq": self.q_width * d,
-            "wk": self.kv_width * d,
-            "wv": self.kv_width * d,
-            "wo": self.q_width * d,
-            "ffn_norm": d,
-            "w1": self.ffn * d,
-            "w3": self.ffn * d,
-            "w2": self.ffn * d,
-        }
 
 
 @dataclass(frozen=True)

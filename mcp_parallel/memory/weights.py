@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mcp_parallel.config import Config
+from mcp_parallel.memory.family import replayed_of
 from mcp_parallel.memory.ledger import Ledger, Memory
 from mcp_parallel.memory.sizes import Sizes, StageSizes
 
@@ -116,17 +117,15 @@ def moments_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> i
 
 def weights_of(config: Config, sizes: Sizes, stage: StageSizes) -> dict[str, int]:
     """Elements of each weight of a stage on this rank, by a name of its own."""
+    family = replayed_of(config.model)
     found = {
         f"{number}.{name}": elements
         for number in range(stage.num_layers)
-        for name, elements in sizes.block_weights.items()
+        for name, elements in family.block.weights(sizes).items()
     }
-    table = sizes.vocab * sizes.hidden
-    is_tied = config.model.tie_embeddings
-    if stage.has_embedding or (stage.has_head and is_tied):
-        found["embed"] = table
-    if stage.has_head:
-        found["norm"] = sizes.hidden
-        if not is_tied:
-            found["head"] = table
-    return found
+    return found | family.ends(
+        sizes,
+        has_embedding=stage.has_embedding,
+        has_head=stage.has_head,
+        is_tied=config.model.tie_embeddings,
+    )

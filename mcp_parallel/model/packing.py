@@ -129,7 +129,7 @@ class Packer:
             kept = _kept_on(storage, key) or _keep_on(storage, key, self._recipe(*recipe))
             return _View(kept, tensor, offset)
         is_smaller = tensor.element_size() > BYTES_EACH[self.compression]
-        if is_exact(tensor) or not (is_smaller or self.to_host):
+        if _is_exact(tensor) or not (is_smaller or self.to_host):
             return _as_it_is(tensor)
         return self._formatted(tensor, storage, self.compression if is_smaller else "none")
 
@@ -167,6 +167,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     Backward ends such a cycle where it frees the node; one that comes in two passes does not.
     """
     return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Statistics: marked ones, and one number a row, which is what torch's LayerNorm keeps."""
+    return is_exact(tensor) or (tensor.dim() > 1 and tensor.shape[-1] == 1)
 
 
 def _local(parameter: nn.Parameter) -> Tensor:

@@ -47,6 +47,7 @@ class Block(nn.Module):
         attended = self.attn(recomputable(self.attn_norm, x), *side)
         if not isinstance(self.ffn_norm, NormAfterSum):
             x = x + attended
+            del attended
             return x + self.ffn(recomputable(self.ffn_norm, x))
         normed, x = self.ffn_norm(attended, x)
         del attended  # nobody needs it again
