@@ -2,8 +2,9 @@
 
 In a synchronous step all ranks take as long as the slowest: wall time names nobody. What differs is
 the time outside of collectives, messages and waits, inside of fused ops too where ranks share
-memory. Left in are the waits of ``fully_shard`` over gloo, which torch makes out of sight: there a
-slow rank makes its peers look slow as well, and is not told from them.
+memory, and inside of ``fully_shard`` (``parallel.seen_waits``). Left in is its sum over replicas
+of shards (``parallel.dp_replicate``) over gloo, which torch makes out of sight: there a slow rank
+makes those of other replicas look slow as well.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from mcp_parallel.parallel.context import share_sequences
 from mcp_parallel.parallel.late_reduce import LateReductions
 from mcp_parallel.parallel.mesh import Mesh
 from mcp_parallel.parallel.precision import Precision
+from mcp_parallel.parallel.seen_waits import see_waits
 from mcp_parallel.parallel.shards import Shard, is_sharded, iter_shards, like_parameter, local_part
 from mcp_parallel.parallel.tensor import cut_layers
 from mcp_parallel.schedules.action import SPLIT
@@ -225,3 +226,5 @@ def _shard(
     # The loss is already divided by the global number of tokens, so gradients are summed as is.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
+    if mesh.device.type == "cpu":
+        see_waits(module)
