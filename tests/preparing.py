@@ -9,6 +9,7 @@ from mcp_parallel.cli.main import main
 from mcp_parallel.data.prepare.index import verify
 from mcp_parallel.data.prepare.pieces import pieces_of, texts_of
 from mcp_parallel.data.prepare.sources import Shard
+from mcp_parallel.data.storage import stamp_of
 
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -33,7 +34,7 @@ def texts_in(out):
 
 
 def shard_of(path):
-    return Shard(path.name, str(path), path.stat().st_size, "")
+    return Shard(path.name, str(path), path.stat().st_size, stamp_of(str(path)))
 
 
 def segments(path, cut, field="text"):

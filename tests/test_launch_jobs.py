@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -102,6 +103,17 @@ def test_a_script_keeps_any_name_as_one_word(folder, file):
     done = subprocess.run(["bash", "-c", f"{array}\n{ask}"], capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[:-1] == job.train_words()
     assert shlex.quote(file) in script
+
+
+def test_no_name_ends_the_script_of_a_node_early(tmp_path):
+    """It stands in a here-document of the Slurm script, which a line in it could end."""
+    folder = f"runs\nEND_OF_NODE_SCRIPT\ntouch {tmp_path}/made\nEND_OF_NODE_SCRIPT_\n"
+    script = RENDERERS["slurm"](job_of(run_dir=folder))
+    kept = script[script.index("read -r -d") : script.index("\nsrun ")]
+    words = ["bash", "-c", f"{kept}\nprintf '%s' \"$node\""]
+    done = subprocess.run(words, capture_output=True, check=True)
+    assert folder in done.stdout.decode()
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize("nodes", (1, 2))
@@ -305,20 +317,21 @@ def test_a_layout_of_a_plan_becomes_the_job(capsys, tmp_path):
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["parallel"]["zero"], config["train"]["micro_batch_size"]) == (1, 2)
     assert config["memory"]["activation_checkpointing"] == "full"
-    for row in ("0", "3", "x"):
+    for row, told in (("0", "got ValueError: 2 layouts"), ("3", "2 layouts"), ("x", "got Value")):
         assert main([*flags, "--plan-row", row]) == BAD_CONFIG
-        capsys.readouterr()
+        assert told in capsys.readouterr().out
     assert main([*flags, "--tp", "4"]) == BAD_CONFIG
     assert "parallel.tp must be given once" in capsys.readouterr().out
 
 
-def test_the_plan_of_the_planner_becomes_a_job(capsys, tmp_path):
-    plan = tmp_path / "plan.json"
+def test_the_plan_of_the_planner_becomes_a_job(capsys, monkeypatch):
+    """``plan --json | launch --plan -``."""
     assert main(["plan", "--preset", "7b", "--gpus", "16", "--gpu", "h100", "--json"]) == OK
-    plan.write_text(capsys.readouterr().out)
-    layout = json.loads(plan.read_text())["layouts"][1]
+    plan = capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdin", io.StringIO(plan))
+    layout = json.loads(plan)["layouts"][1]
     flags = ["--preset", "7b", "--nodes", "2", "--gpus-per-node", "8", "--plan-row", "2"]
-    assert main(["launch", "kubernetes-trainer", *flags, "--plan", str(plan), "--json"]) == OK
+    assert main(["launch", "kubernetes-trainer", *flags, "--plan", "-", "--json"]) == OK
     config = json.loads(capsys.readouterr().out)["config"]
     for key in ("dp", "tp", "pp", "cp", "zero", "schedule", "rank_order"):
         assert config["parallel"][key] == layout[key]

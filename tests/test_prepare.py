@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shlex
 import time
+from pathlib import Path
 
 import pytest
 from configs import problem_of
@@ -47,9 +50,12 @@ def test_all_documents_come_back_in_order(folder, tmp_path, capsys):
     out = tmp_path / "out"
     (folder / ".hidden.txt").write_text("no")
     (folder / "b" / "_SUCCESS").touch()
+    os.mkfifo(folder / "a-pipe")
+    (folder / "gone.txt").symlink_to("nowhere")
+    (folder / "more").symlink_to(".")
     assert prepare(folder, out, "--json", jobs=2) == 0
     told = capsys.readouterr()
-    assert "2 files are hidden and left out: .hidden.txt, b/_SUCCESS" in told.err
+    assert ": .hidden.txt, a-pipe, b/_SUCCESS, gone.txt, more\n" in told.err
     report = json.loads(told.out)
     assert (report["documents"], report["files"], report["skipped"]) == (5, 3, [])
     assert texts_in(out) == WANTED
@@ -106,9 +112,72 @@ def test_an_index_of_the_first_version_is_read(folder, tmp_path):
     old |= {"version": 1, "block_bytes": 64 << 20}
     (out / "index.json").write_text(json.dumps(old))
     assert verify(out).tokens == sum(part["tokens"] for part in old["parts"])
-    (out / "index.json").write_text(json.dumps(old | {"version": 3}))
-    with pytest.raises(TokenFileError, match="version 3"):
+    second = {key: value for key, value in values.items() if key != "checksum"} | {"version": 2}
+    (out / "index.json").write_text(json.dumps(second))
+    assert verify(out).tokenizer == values["tokenizer"]
+    (out / "index.json").write_text(json.dumps(old | {"version": 4}))
+    with pytest.raises(TokenFileError, match="version 4"):
         verify(out)
+
+
+@pytest.mark.parametrize("key", ["separator", "vocab_size", "tokenizer", "version", "checksum"])
+def test_a_changed_digit_of_an_index_is_found(folder, tmp_path, key):
+    """It is JSON as before, and what it says of the tokens is wrong."""
+    out = tmp_path / "out"
+    assert prepare(folder, out) == 0
+    text = (out / "index.json").read_text()
+    start = text.index(f'"{key}": ') + len(key) + 4
+    at = next(at for at in range(start, len(text)) if text[at].isdigit())
+    (out / "index.json").write_text(text[:at] + str((int(text[at]) + 1) % 10) + text[at + 1 :])
+    with pytest.raises(TokenFileError, match="index of a finished token file"):
+        Index.read(out)
+
+
+def test_another_tokenizer_than_the_one_of_the_tokens_is_found(folder, tmp_path):
+    out = tmp_path / "out"
+    assert prepare(folder, out) == 0
+    path = out / "tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b"endoftext", b"endoftexT"))
+    with pytest.raises(TokenFileError, match=r"tokenizer that made the tokens, got another; copy"):
+        verify(out)
+    path.unlink()
+    with pytest.raises(TokenFileError, match=r"tokenizer that made the tokens, got none; copy"):
+        verify(out)
+
+
+def test_a_folder_of_any_name_is_told_as_the_shell_reads_it(folder, tmp_path, capsys):
+    out = tmp_path / "it's $HOME"
+    assert prepare(folder, out) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert f"data.path={out}/tokens.bin" in shlex.split(told)
+
+
+def test_a_token_file_inside_of_its_source_is_no_part_of_it(folder, tmp_path, capsys):
+    """Nor are the parts that a stopped run has left there."""
+    (tmp_path / "link").symlink_to("source")
+    (folder / "tokens" / "parts").mkdir(parents=True)
+    (folder / "tokens" / "parts" / "000000-000000.bin").write_bytes(b"left")
+    for _ in range(2):
+        assert prepare(folder, tmp_path / "link" / "tokens", "--json") == 0
+        assert texts_in(folder / "tokens") == WANTED
+    capsys.readouterr()
+    assert prepare(folder, tmp_path / "link") == 2
+    assert "--out must be another folder than SOURCE" in capsys.readouterr().err
+    assert not (folder / "tokenizer.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_is_told_in_one_line(folder, tmp_path, capsys, monkeypatch):
+    """With what is on the way kept: a write of the result fails as on a full file system."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / ".tokens.bin.tmp").symlink_to("/dev/full")
+    assert prepare(folder, out) == 2
+    [told] = capsys.readouterr().err.splitlines()
+    assert told == (
+        f"data: {str(out)!a} must be usable, got No space left on device; free some space, "
+        "finished pieces are taken over"
+    )
 
 
 def test_blocks_grow_with_the_file():

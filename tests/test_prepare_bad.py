@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 
 import pytest
 from preparing import prepare, segments, shard_of, texts_in
@@ -32,7 +33,11 @@ BROKEN = [
     ("x.jsonl", b'{"text": "a"}\n\n{"text": "b', "'x.jsonl line 3' must be JSON"),
     ("x.jsonl", b"[1]\n", "must be a JSON object, got [1]"),
     ("x.jsonl", b"[" * 100_000, "'x.jsonl line 1' must be JSON"),
-    ("x.jsonl", b'{"body": "a"}\n', "must have text in 'text', got null; give --field"),
+    ("x.jsonl", b'{"body": "a"}\n', "in 'text', got no such key; give --field, text is in 'body'"),
+    ("x.jsonl", b'{"text": null}\n', "got null; mend the line, or leave it out"),
+    ("x.jsonl", b'{"text": "a\\ud800"}\n', "'x.jsonl line 1' must have whole characters in 'text'"),
+    ("x.gz", b"\x1f\x8b\x08\0", "'x.gz' must be text, got gzip; unpack it (gunzip)"),
+    ("x.jsonl", b"\xff\xfe{\0}\0", "'x.jsonl' must be text, got UTF-16; convert it"),
     ("x.jsonl", b'{"text": 3}\n', "got 3"),
     ("x.jsonl", b"\n \n", "'x.jsonl' must hold some text, got no document"),
     ("x.parquet", b"PAR1", "'x.parquet' must be a whole Parquet file"),
@@ -100,6 +105,27 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path, name):
     shard = shard_of(path)._replace(size=500)
     with pytest.raises(SourceError, match="must keep its 500 bytes while it is read"):
         [list(texts_of(shard, piece, "text", Cut())) for piece in pieces_of(shard, Cut())]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl", "x.parquet"])
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path, name):
+    """Of as many bytes as before, too: tokens of two versions would stand in one file."""
+    path = tmp_path / name
+    path.write_bytes(WHOLE_PARQUET if name == "x.parquet" else b'{"text": "fish"}')
+    shard = shard_of(path)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(SourceError, match=f"'{name}' must stay as it is while it is read"):
+        [list(texts_of(shard, piece, "text", Cut())) for piece in pieces_of(shard, Cut())]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x.jsonl"])
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path, name):
+    record = "two\ufefffish" if name == "x.txt" else '{"text": "two\ufefffish"}'
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + record.encode())
+    assert segments(tmp_path / name, Cut())[0][0].text == "two\ufefffish"
+    # Cut into the smallest pieces, it is read once and the rest stays whole.
+    pieces = segments(tmp_path / name, Cut(4, 1))
+    assert "".join(s.text for piece in pieces for s in piece) == "two\ufefffish"
 
 
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet"])

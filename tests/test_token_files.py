@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from token_files import config_for, put_tokens
 from mcp_parallel.check import check, find_problems
 from mcp_parallel.config import Config
 from mcp_parallel.data.prepare import index as index_module
-from mcp_parallel.data.prepare.index import TokenFileError
+from mcp_parallel.data.prepare.index import Index, TokenFileError
 from mcp_parallel.data.source import open_data
 
 
@@ -77,9 +77,8 @@ def test_all_needs_an_index(tmp_path):
 def test_sources_of_two_tokenizers_are_refused(tmp_path):
     for number in range(2):
         put_tokens(f"{tmp_path}/{number}")
-        index = json.loads((tmp_path / str(number) / "index.json").read_bytes())
-        index["tokenizer"] = str(number)
-        (tmp_path / str(number) / "index.json").write_text(json.dumps(index))
+        index = replace(Index.read(tmp_path / str(number)), tokenizer=str(number))
+        (tmp_path / str(number) / "index.json").write_bytes(index.to_bytes())
     config = Config.from_mapping(
         {
             "model": {"vocab_size": 300, "seq_len": 16},

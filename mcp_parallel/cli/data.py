@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import hashlib
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import time
 from dataclasses import asdict
@@ -74,14 +76,22 @@ def run(args: argparse.Namespace) -> int:
     except (SourceError, TokenFileError, StorageError) as error:
         raise ConfigError([str(error)]) from error
     except OSError as error:
-        raise ConfigError([f"data: {error.filename!a}: {error.strerror}"]) from error
+        raise ConfigError([_words_of(error, str(args.out or args.verify))]) from error
     _report(folder, built, as_json=args.json)
     return OK
 
 
+def _words_of(error: OSError, folder: str) -> str:
+    """A file that cannot be read or written; a full disk names none."""
+    place = folder if error.filename is None else os.fsdecode(error.filename)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way = "free some space, finished pieces are taken over" if full else "name another, or mend it"
+    return f"data: {place!a} must be usable, got {error.strerror or error}; {way}"
+
+
 def _check(args: argparse.Namespace) -> None:
     problems = []
-    if args.source is None or args.out is None:
+    if not args.source or not args.out:
         problems.append(
             "data: SOURCE and --out must be given; write for example "
             "mcp-parallel data texts/ --out tokens/ --train-vocab 8192"
@@ -113,10 +123,11 @@ def _build(args: argparse.Namespace) -> Built:
     from mcp_parallel.data.prepare.build import build
     from mcp_parallel.data.prepare.sources import find_sources
 
-    shards, hidden = find_sources(args.source)
+    shards, hidden = find_sources(args.source, args.out)
     if hidden:
         names = ", ".join(hidden[:5]) + (", ..." if len(hidden) > 5 else "")
-        sys.stderr.write(f"data: {len(hidden)} files are hidden and left out: {names}\n")
+        count = f"{len(hidden)} files are left out, hidden, links to folders or no files"
+        sys.stderr.write(f"data: {count}: {names}\n".encode("ascii", "backslashreplace").decode())
     work = _work_folder(args.out)
     work.mkdir(mode=0o700 if storage.is_url(args.out) else 0o777, parents=True, exist_ok=True)
     if args.tokenizer is not None:
@@ -216,8 +227,7 @@ def _report(folder: str, built: Built, *, as_json: bool) -> None:
         lines.append(
             f"skipped {len(index.skipped)} broken files (why is in index.json): {names}{more}"
         )
-    lines.append(
-        f"next: mcp-parallel train --set data.path={path} --set model.vocab_size={index.vocab_size}"
-    )
+    words = " ".join(f"--set {shlex.quote(f'{key}={value}')}" for key, value in settings.items())
+    lines.append(f"next: mcp-parallel train {words}")
     text = "\n".join(lines) + "\n"
     sys.stdout.write(text.encode("ascii", "backslashreplace").decode())

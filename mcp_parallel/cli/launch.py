@@ -68,7 +68,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=None,
         help="bind each rank to the socket of its GPU",
     )
-    parser.add_argument("--plan", metavar="FILE", help="layouts as `plan --json` prints them")
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help="layouts as `plan --json` prints them; - reads them from a pipe",
+    )
     parser.add_argument("--plan-row", metavar="N", default="1", help="which one (default: 1)")
     parser.add_argument("--out", metavar="FILE", help="write it there instead of printing it")
     parser.add_argument("--force", action="store_true", help="let --out replace a file")
@@ -192,14 +196,18 @@ def _plan_settings(args: argparse.Namespace) -> list[Any]:
     A key that the command line gives another value is refused: the plan is for another run.
     """
     try:
-        plan = json.loads(Path(args.plan).read_text(encoding="utf-8"))
-        row, job = dict(enumerate(plan["layouts"], 1))[int(args.plan_row)], plan.get("job", {})
+        text = sys.stdin.read() if args.plan == "-" else Path(args.plan).read_text("utf-8")
+        plan = json.loads(text)
+        rows, job = plan["layouts"], plan.get("job", {})
+        if not 1 <= int(args.plan_row) <= len(rows):
+            raise ValueError(f"{len(rows)} layouts")
+        row = rows[int(args.plan_row) - 1]
         values = {key: row[name] for name, key in _PLAN_KEYS.items() if name in row}
         values |= {key: job[name] for name, key in _PLANNED_FOR.items() if name in job}
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         problem = (
             f"launch: --plan must be what `mcp-parallel plan --json` prints, with layout "
-            f"{shown(args.plan_row)[1:-1]}, got {type(error).__name__}: {error}; "
+            f"{shown(args.plan_row)[1:-1]}, got {type(error).__name__}: {shown(str(error))[1:-1]}; "
             "write plan --json > FILE first"
         )
         raise ConfigError([problem]) from error

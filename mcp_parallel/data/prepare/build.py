@@ -19,6 +19,7 @@ from typing import IO, NamedTuple
 from mcp_parallel.data import storage
 from mcp_parallel.data.prepare.index import (
     INDEX_FILE,
+    TOKENIZER_FILE,
     TOKENS_FILE,
     Index,
     Part,
@@ -29,7 +30,7 @@ from mcp_parallel.data.prepare.index import (
 )
 from mcp_parallel.data.prepare.part import Made, Maker, Task, kept, make_in_worker, worker
 from mcp_parallel.data.prepare.pieces import pieces_of
-from mcp_parallel.data.prepare.recipe import REQUEST_FILE, TOKENIZER_FILE, Recipe
+from mcp_parallel.data.prepare.recipe import REQUEST_FILE, Recipe
 from mcp_parallel.data.prepare.sources import Shard, SourceError
 
 PARTS_FOLDER = "parts"

@@ -17,8 +17,8 @@ from typing import IO, Any
 from mcp_parallel.data import storage
 from mcp_parallel.errors import shown
 
-TOKENS_FILE, INDEX_FILE = "tokens.bin", "index.json"
-VERSION = 2
+TOKENS_FILE, INDEX_FILE, TOKENIZER_FILE = "tokens.bin", "index.json", "tokenizer.json"
+VERSION = 3
 # A block is checked in a tenth of a millisecond, so one for each of a batch's samples is no matter.
 # Of a file too large for that many lines blocks are larger: the index of 1 TB has 12 MB.
 _MIN_BLOCK_BYTES = 1 << 16
@@ -81,7 +81,8 @@ class Index:
 
     def to_bytes(self) -> bytes:
         """The text of ``index.json``."""
-        return json.dumps({"version": VERSION, **asdict(self)}, indent=1).encode()
+        values = {"version": VERSION, **asdict(self)}
+        return json.dumps({**values, "checksum": _own_checksum(values)}, indent=1).encode()
 
     @classmethod
     def read(cls, folder: Path | str) -> Index:
@@ -105,10 +106,12 @@ class Index:
 
 def _parsed(text: bytes) -> Index:
     values: Any = json.loads(text)
+    if values["version"] == VERSION and values.pop("checksum") != _own_checksum(values):
+        raise ValueError("another text than was written")
     version = values.pop("version")
     if version == 1:
         values["block_bytes"] = _BLOCK_BYTES_1
-    elif version != VERSION:
+    elif version not in (2, VERSION):
         raise ValueError(f"version {version}")
     parts = tuple(Part(**part) for part in values.pop("parts"))
     skipped = tuple(Skipped(**entry) for entry in values.pop("skipped", ()))
@@ -119,6 +122,11 @@ def _parsed(text: bytes) -> Index:
     if len(index.checksums) != -(-index.num_bytes // index.block_bytes):
         raise ValueError("another number of checksums than blocks")
     return index
+
+
+def _own_checksum(values: dict[str, Any]) -> str:
+    """Of the index itself: a flipped digit of a separator or a size is JSON as before."""
+    return digest(json.dumps(values, sort_keys=True).encode())
 
 
 def block_bytes_for(num_bytes: int) -> int:
@@ -179,13 +187,14 @@ def changed_block(path: str, number: int, index: Index) -> TokenFileError:
 
 
 def verify(folder: Path | str) -> Index:
-    """Read every byte of a token file and compare it with its index, which is returned.
+    """Read every byte of a token file and its tokenizer; compare with its index, returned.
 
     Args:
         folder: a path or a URL.
 
     Raises:
-        TokenFileError: no index, another size, or a block that has changed.
+        TokenFileError: no index, another size, a block that has changed, or another tokenizer
+            than the one that made the tokens.
         StorageError: the URL cannot be reached.
     """
     index, path = Index.read(folder), storage.below(str(folder), TOKENS_FILE)
@@ -198,7 +207,22 @@ def verify(folder: Path | str) -> Index:
         for number, checksum in enumerate(index.checksums):
             if not is_block(read_exactly(file, index.block_bytes), checksum):
                 raise changed_block(path, number, index)
+    _verify_tokenizer(storage.below(str(folder), TOKENIZER_FILE), index)
     return index
+
+
+def _verify_tokenizer(path: str, index: Index) -> None:
+    if not index.tokenizer:
+        return
+    try:
+        found = hashlib.sha256(storage.content(path)).hexdigest()
+    except FileNotFoundError:
+        found = None
+    if found != index.tokenizer:
+        raise TokenFileError(
+            f"data: {path!a} must be the tokenizer that made the tokens, got "
+            f"{'none' if found is None else 'another'}; copy it again"
+        )
 
 
 def read_exactly(file: IO[bytes], size: int) -> bytes:

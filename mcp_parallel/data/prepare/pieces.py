@@ -21,6 +21,18 @@ from mcp_parallel.errors import joined, shown
 
 _BETWEEN_LINES = re.compile(rb"(?<=[!-~])\n(?=[!-~])")
 _NEVER_INSIDE = re.compile(rb"[^\x80-\xbf]")
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# What files that are often taken for text begin with, and what makes text of them.
+_OTHER_FORMATS = (
+    (b"\x1f\x8b", "gzip", "unpack it (gunzip)"),
+    (b"BZh", "bzip2", "unpack it (bunzip2)"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it (unzstd)"),
+    (b"\xfd7zXZ\0", "xz", "unpack it (unxz)"),
+    (b"PK\x03\x04", "zip", "unpack it (unzip)"),
+    (b"PAR1", "Parquet", "name it .parquet"),
+    (b"\xff\xfe", "UTF-16", "convert it (iconv -f UTF-16 -t UTF-8)"),
+    (b"\xfe\xff", "UTF-16", "convert it (iconv -f UTF-16 -t UTF-8)"),
+)
 
 
 class Cut(NamedTuple):
@@ -75,12 +87,20 @@ def pieces_of(shard: Shard, cut: Cut) -> list[Piece]:
 
         return [Piece(number, number + 1, size, row) for number, size, row in row_groups(shard)]
     with storage.opened(shard.path) as file:
-        if not looks_like_text(file.read(SNIFFED_BYTES)):
-            raise SourceError(f"data: {shard.name!a} must be text, got NUL bytes")
+        _refuse_other_format(shard, file.read(SNIFFED_BYTES))
     step = cut.segments * cut.segment_bytes
     starts = range(0, shard.size, step)
     ends = [*starts[1:], shard.size]
     return [Piece(a, b, b - a) for a, b in zip(starts, ends, strict=True)]
+
+
+def _refuse_other_format(shard: Shard, start: bytes) -> None:
+    for magic, name, way in _OTHER_FORMATS:
+        # A text may begin with the letters of a format, but then holds no bytes beyond ASCII.
+        if start.startswith(magic) and not start.isascii():
+            raise SourceError(f"data: {shard.name!a} must be text, got {name}; {way}")
+    if not looks_like_text(start):
+        raise SourceError(f"data: {shard.name!a} must be text, got NUL bytes; leave the file out")
 
 
 def texts_of(shard: Shard, piece: Piece, field: str, cut: Cut) -> Iterator[Text]:
@@ -93,8 +113,8 @@ def texts_of(shard: Shard, piece: Piece, field: str, cut: Cut) -> Iterator[Text]
         cut: as for ``pieces_of``.
 
     Raises:
-        SourceError: bytes that are no UTF-8, a line that is no JSON object, or a record without
-            text.
+        SourceError: bytes that are no UTF-8, a line that is no JSON object, a record without
+            text, or a file of this machine that has changed since it was found.
         StorageError: a URL that cannot be reached.
         OSError: the file cannot be read.
     """
@@ -103,12 +123,14 @@ def texts_of(shard: Shard, piece: Piece, field: str, cut: Cut) -> Iterator[Text]
 
         for text in texts_of_group(shard, piece.start, piece.first_row, field):
             yield Text(text, is_end=True)
+        _refuse_changed(shard)
         return
     with storage.opened(shard.path) as file:
         if shard.kind == "jsonl":
             yield from _lines(shard, piece, file, field)
         else:
             yield from _segments(shard, piece, file, cut.segment_bytes)
+    _refuse_changed(shard)
 
 
 def _segments(shard: Shard, piece: Piece, file: IO[bytes], size: int) -> Iterator[Text]:
@@ -126,7 +148,9 @@ def _segments(shard: Shard, piece: Piece, file: IO[bytes], size: int) -> Iterato
         cut = _cut_in(window) if number > 0 else 0
         if number > first:
             segment = pending + window[:cut]
-            yield Text(_decoded(segment, at, shard.name), is_end=number == last)
+            text = _decoded(segment, at, shard.name)
+            # A byte order mark says how the file is written and is no part of the document.
+            yield Text(text.removeprefix("\ufeff") if at == 0 else text, is_end=number == last)
             at += len(segment)
         else:
             at += cut
@@ -153,6 +177,8 @@ def _lines(shard: Shard, piece: Piece, file: IO[bytes], field: str) -> Iterator[
         at += len(file.readline()) - 1
     first, number = at, 0
     while at < piece.stop and (line := file.readline()):
+        if at == 0:
+            at = len(line) - len(line := line.removeprefix(_BYTE_ORDER_MARK))
         at += len(line)
         number += 1
         if line.strip():
@@ -181,21 +207,30 @@ def text_of_line(line: bytes, field: str) -> str:
     except UnicodeDecodeError as error:
         raise SourceError(_no_utf8(line, error.start, 0)) from None
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"must be JSON, got an error: {shown(str(error))[1:-1]}") from None
+        words = shown(str(error))[1:-1]
+        raise SourceError(f"must be JSON, got an error: {words}; write an object a line") from None
     if not isinstance(value, dict):
-        raise SourceError(f"must be a JSON object, got {shown(value)}")
-    if not isinstance(value.get(field), str):
-        raise SourceError(without_text(field, value.get(field), value.items()))
-    return value[field]
+        raise SourceError(f"must be a JSON object, got {shown(value)}; write an object a line")
+    text = value.get(field)
+    if not isinstance(text, str):
+        raise SourceError(_without_text(field, value))
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise SourceError(
+            f"must have whole characters in {shown(field)}, got half of a pair, {half}, at "
+            f"character {error.start}; mend the line, or leave it out"
+        ) from None
+    return text
 
 
-def without_text(field: str, got: object, items: Any) -> str:
+def _without_text(field: str, record: dict[str, Any]) -> str:
     """The words on a record whose ``field`` is no text."""
-    keys = joined((shown(key) for key, held in items if isinstance(held, str)), "and")
-    return (
-        f"must have text in {shown(field)}, got {shown(got)}; give --field, text is in "
-        f"{keys or 'none of its keys'}"
-    )
+    keys = joined((shown(key) for key, held in record.items() if isinstance(held, str)), "and")
+    got = shown(record[field]) if field in record else "no such key"
+    way = f"give --field, text is in {keys}" if keys else "mend the line, or leave it out"
+    return f"must have text in {shown(field)}, got {got}; {way}"
 
 
 def _decoded(content: bytes, start: int, name: str) -> str:
@@ -218,6 +253,15 @@ def _read(file: IO[bytes], size: int, shard: Shard) -> bytes:
     if len(found) < size:
         raise _changed(shard)
     return found
+
+
+def _refuse_changed(shard: Shard) -> None:
+    """Tokens of two versions of a file must not stand in one. Of URLs that would be a request."""
+    if not storage.is_url(shard.path) and storage.stamp_of(shard.path) != shard.stamp:
+        raise SourceError(
+            f"data: {shard.name!a} must stay as it is while it is read, got a change; start again "
+            "when it is no longer written"
+        )
 
 
 def _changed(shard: Shard) -> SourceError:

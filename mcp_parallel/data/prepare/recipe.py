@@ -15,7 +15,7 @@ import numpy as np
 
 from mcp_parallel.data import storage
 from mcp_parallel.data.files import token_width
-from mcp_parallel.data.prepare.index import replace_file
+from mcp_parallel.data.prepare.index import TOKENIZER_FILE, replace_file
 from mcp_parallel.data.prepare.pieces import DEFAULT_CUT, Cut, pieces_of, texts_of
 from mcp_parallel.data.prepare.sources import Shard, SourceError
 from mcp_parallel.errors import shown
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SEPARATOR = "<|endoftext|>"
-TOKENIZER_FILE, REQUEST_FILE = "tokenizer.json", "request.json"
+REQUEST_FILE = "request.json"
 # A vocabulary hardly changes with more text, and pairs are counted in memory.
 _TRAINED_BYTES = 512 << 20
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from mcp_parallel.data import storage
@@ -38,17 +40,19 @@ class Shard(NamedTuple):
         return "parquet" if name.endswith(PARQUET) else "text"
 
 
-def find_sources(source: str) -> tuple[list[Shard], list[str]]:
+def find_sources(source: str, out: str | None = None) -> tuple[list[Shard], list[str]]:
     """The files of a folder, each folder's own before those of its folders; or the one file.
 
     Args:
         source: a path or a URL.
+        out: folder or URL of the result; where it is inside of the source, it is no part of it.
 
     Returns:
-        Files, and the names of those that are left out because they are hidden.
+        Files, and the names of those that are left out: hidden ones, markers, links to folders,
+        and what is no file, such as a pipe or a link to nothing.
 
     Raises:
-        SourceError: nothing there, or nothing in it.
+        SourceError: nothing there, or nothing in it, or ``out`` is the source itself.
         StorageError: a URL that cannot be used or reached.
         OSError: a folder cannot be listed.
     """
@@ -56,9 +60,33 @@ def find_sources(source: str) -> tuple[list[Shard], list[str]]:
         found, hidden = _remote(source)
     else:
         found, hidden = _local(source)
+    own = None if out is None else _place_in(source, out)
+    if own is not None:
+        if not own:
+            raise SourceError(
+                f"data: --out must be another folder than SOURCE, got {shown(out)} for both, where "
+                "the next run would read tokens as text; use a folder beside it"
+            )
+        found = [shard for shard in found if not shard.name.startswith(f"{own}/")]
+        hidden = [name for name in hidden if not name.startswith(f"{own}/")]
     if sum(shard.size for shard in found) == 0:
-        raise SourceError(f"data: SOURCE must hold some text, got {shown(source)} with none")
+        left_out = f" but {len(hidden)} files that are hidden or no files" if hidden else ""
+        raise SourceError(
+            f"data: SOURCE must hold some text, got {shown(source)} with none{left_out}; give "
+            "another file or folder"
+        )
     return found, hidden
+
+
+def _place_in(source: str, out: str) -> str | None:
+    """Where ``out`` is below ``source``, empty where it is the same; None where it is elsewhere."""
+    if storage.is_url(source) or storage.is_url(out):
+        below, within = source.rstrip("/"), out.rstrip("/")
+        return within[len(below) :].lstrip("/") if f"{within}/".startswith(f"{below}/") else None
+    folder, place = storage.local_path(source).resolve(), storage.local_path(out).resolve()
+    if not place.is_relative_to(folder) or not folder.is_dir():
+        return None
+    return place.relative_to(folder).as_posix() if place != folder else ""
 
 
 def _local(source: str) -> tuple[list[Shard], list[str]]:
@@ -72,9 +100,17 @@ def _local(source: str) -> tuple[list[Shard], list[str]]:
         )
     names = [f"{directory}/{file}"[len(str(path)) + 1 :] for directory, file in walk(path)]
     names = [name for name in names if name.rpartition("/")[2] not in _MARKERS]
-    every = {entry.relative_to(path).as_posix() for entry in path.rglob("*") if entry.is_file()}
-    shards = [_shard(name, str(path / name)) for name in names if (path / name).is_file()]
-    return shards, sorted(every - set(names))
+    kept = [name for name in names if (path / name).is_file()]
+    return [_shard(name, str(path / name)) for name in kept], sorted(_every(path) - set(kept))
+
+
+def _every(path: Path) -> set[str]:
+    """All below a folder but real folders."""
+    found: set[str] = set()
+    for directory, folders, files in os.walk(path):
+        links = (name for name in folders if Path(directory, name).is_symlink())
+        found.update(f"{directory}/{name}"[len(str(path)) + 1 :] for name in (*files, *links))
+    return found
 
 
 def _shard(name: str, path: str) -> Shard:

@@ -42,14 +42,16 @@ def sbatch(job: Job) -> str:
             "export MASTER",
         ]
         meeting = Meeting("$MASTER", '[ "$SLURM_NODEID" = 0 ]')
+    node = node_script(job, meeting).rstrip()
+    end = _word_outside(node)
     lines = [
         "#!/usr/bin/env bash",
         *head,
         "set -u -o pipefail",
         *where,
-        f"read -r -d '' node <<'{_HEREDOC}'",
-        node_script(job, meeting).rstrip(),
-        _HEREDOC,
+        f"read -r -d '' node <<'{end}'",
+        node,
+        end,
         f'srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait={_LAST_TASK_S} bash -c "$node"',
         "status=$?",
         'case "$status" in',
@@ -63,3 +65,11 @@ def sbatch(job: Job) -> str:
         'exit "$status"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def _word_outside(text: str) -> str:
+    """What ends a here-document of ``text``: a folder's name may hold any line."""
+    word = _HEREDOC
+    while word in text:
+        word += "_"
+    return word
