@@ -15,6 +15,7 @@ import warnings
 
 import pytest
 import torch
+from global_state import changes, snapshot
 from hypothesis import settings
 from ranks import RankPool
 
@@ -53,6 +54,19 @@ def pytest_collection_modifyitems(items):
 
 def pytest_unconfigure():
     shutil.rmtree(CACHE, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_trace():
+    """Every test draws the same numbers whatever ran before, and leaves the process as it was.
+
+    Fixtures of a module or the session are set up before this one and may keep what they change.
+    """
+    torch.default_generator.manual_seed(0)
+    before = snapshot()
+    yield
+    left = list(changes(before, snapshot()))
+    assert not left, "this test left behind for those after it: " + "; ".join(left)
 
 
 @pytest.fixture

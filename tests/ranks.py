@@ -11,6 +11,9 @@
 A function is sent by name, so it stands at the top of its module. Ranks are forked after torch is
 imported, which makes a set of four cost less than a second. A rank that raises, dies or hangs
 fails the test with its traceback; the whole set is then ended and forked anew at the next run.
+
+Ranks outlive a test, so each run starts alike: with the filters of warnings that its own test has,
+torch's generator at the same seed, and everything that ``global_state`` knows as it was before.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from global_state import changes, snapshot
 
 PR_SET_PDEATHSIG = 1
 # What does not come within this long never will, however many others share the cores: half of what
@@ -83,7 +87,7 @@ class RankPool:
         if not self._pids:
             self._start()
         self._runs += 1
-        request = pickle.dumps((fn, count, args, self._runs))
+        request = pickle.dumps((fn, count, args, self._runs, warnings.filters))
         try:
             for pipe in self._pipes[:count]:
                 pipe.send_bytes(request)
@@ -188,12 +192,20 @@ def _serve(pipe: Any, rank: int, world: int, store: str, parent_pid: int) -> Non
 def _answer(request: bytes, rank: int, groups: dict[int, Any]) -> bytes:
     world_group = dist.group.WORLD
     try:
-        fn, count, args, run = pickle.loads(request)
+        fn, count, args, run, filters = pickle.loads(request)
         # torch names a new group by a count of its own, which ranks that sat a run out lack; give
         # all of them the same start, with room for the groups of one run.
         dist.distributed_c10d._world.group_count = run * 10_000
         dist.distributed_c10d._update_default_pg(groups[count])
-        return pickle.dumps((True, fn(rank, count, *args)))
+        torch.default_generator.manual_seed(0)
+        before = snapshot()
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            warnings.filters[:] = filters
+            result = pickle.dumps((True, fn(rank, count, *args)))
+        left = list(changes(before, snapshot()))
+        assert not left, "left behind for later runs: " + "; ".join(left)
+        return result
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
     finally:

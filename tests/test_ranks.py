@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -61,3 +62,29 @@ def test_failure_names_rank_and_shows_traceback() -> None:
 def test_too_many_ranks_is_refused(ranks: RankPool) -> None:
     with pytest.raises(ValueError, match=r"ranks must be in \[1, 4\], got 5"):
         ranks.run(_pid, ranks=5)
+
+
+def _draw_and_warn(rank: int, world: int) -> list[float]:
+    warnings.warn("heard by its own test", stacklevel=1)
+    warnings.simplefilter("ignore")  # not for the next run
+    return torch.rand(3).tolist()
+
+
+def _leave_a_variable(rank: int, world: int) -> None:
+    os.environ["MCP_LEFT_BEHIND"] = "1"
+
+
+def test_runs_start_alike(ranks: RankPool) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        first = ranks.run(_draw_and_warn, ranks=2)
+        assert ranks.run(_draw_and_warn, ranks=2) == first
+    with pytest.raises(RankError, match="UserWarning: heard by its own test"):
+        ranks.run(_draw_and_warn, ranks=2)
+
+
+def test_what_a_run_leaves_behind_is_named() -> None:
+    pool = RankPool(1)
+    with pytest.raises(RankError, match=r"environment: was .*MCP_LEFT_BEHIND.*None.*is .*1"):
+        pool.run(_leave_a_variable)
+    pool.close()

@@ -67,9 +67,7 @@ def launch_local(
     Cost: one import of torch, then a few tens of milliseconds a rank.
     """
     _check(world_size, timeout_s)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    for name in ("torch", "torch.distributed", "mcp_parallel.launch.child", *preload):
-        importlib.import_module(name)
+    _import_quietly("torch", "torch.distributed", "mcp_parallel.launch.child", *preload)
     with socket.socket() as listener, Supervisor() as supervisor:
         # Bound before the forks: ranks may connect before the store serves, the kernel queues them.
         listener.bind(("127.0.0.1", 0))
@@ -79,6 +77,19 @@ def launch_local(
         code = supervisor.wait()
         del store
     return code
+
+
+def _import_quietly(*modules: str) -> None:
+    """Import modules; torch, which asks the environment once, then logs errors alone."""
+    variable = "TORCH_CPP_LOG_LEVEL"
+    is_ours = variable not in os.environ
+    os.environ.setdefault(variable, "ERROR")
+    try:
+        for name in modules:
+            importlib.import_module(name)
+    finally:
+        if is_ours:
+            del os.environ[variable]  # this process's other children are none of ours
 
 
 def _check(world_size: int, timeout_s: float) -> None:
