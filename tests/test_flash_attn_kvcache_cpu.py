@@ -163,13 +163,13 @@ class Call:
         return [*results[0], results[1][0]]
 
     def score_error(self, caches: dict[str, Tensor], scale: float, unit: float) -> float:
-        if self.q.numel() == 0 or caches["k"].numel() == 0:
-            return 8 * unit
-        norm_k = float(caches["k"].double().nan_to_num().norm(dim=-1).max())
-        products = abs(scale) * float(self.q.double().norm(dim=-1).max()) * norm_k
+        products = 0.0  # of no elements: what a slope adds is all there is
+        if self.q.numel() and caches["k"].numel():
+            norm_k = float(caches["k"].double().nan_to_num().norm(dim=-1).max())
+            products = abs(scale) * float(self.q.double().norm(dim=-1).max()) * norm_k
         distance = self.sizes["capacity"] + self.sizes["rows"]
         slope = 0.0 if self.slopes is None else float(self.slopes.abs().max())
-        return (self.q.shape[3] ** 0.5 + 8) * unit * products + 8 * unit * slope * distance
+        return (self.q.shape[3] ** 0.5 + 8) * unit * products + 8 * unit * (1 + slope * distance)
 
 
 def assert_call_is_right(call: Call, options: dict[str, Any]) -> None:
