@@ -168,7 +168,8 @@ class Call:
             norm_k = float(caches["k"].double().nan_to_num().norm(dim=-1).max())
             products = abs(scale) * float(self.q.double().norm(dim=-1).max()) * norm_k
         distance = self.sizes["capacity"] + self.sizes["rows"]
-        slope = 0.0 if self.slopes is None else float(self.slopes.abs().max())
+        slopes = [] if self.slopes is None else self.slopes.abs().flatten().tolist()
+        slope = max(slopes, default=0.0)
         return (self.q.shape[3] ** 0.5 + 8) * unit * products + 8 * unit * (1 + slope * distance)
 
 

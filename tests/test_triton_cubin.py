@@ -14,6 +14,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+# Minutes of a core for some; where others share it, longer than most tests may take.
+COMPILE_S = 1500
+pytestmark = pytest.mark.timeout(COMPILE_S + 100)
+
 # In a process of its own: this one has Triton's interpreter.
 COMPILE = """
 import sys
@@ -35,7 +39,7 @@ def _compile(tmp_path: Path, *args: object) -> str:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", COMPILE, *map(str, args)]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-3000:]
     return answer.stdout
 
@@ -72,7 +76,7 @@ def test_the_widest_heads_compile(arch: int, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", source, str(arch), "256", "causal"]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-3000:]
 
 
@@ -97,7 +101,7 @@ def test_every_feature_compiles(arch: int, tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-W", "ignore", "-c", FEATURES, str(arch)]
-    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
+    answer = subprocess.run(command, env=env, capture_output=True, text=True, timeout=COMPILE_S)
     assert answer.returncode == 0, answer.stdout + answer.stderr[-3000:]
     assert {"dbias", "float bias delta", "varlen dq", "decode pages 0"} <= set(
         answer.stdout.splitlines()
