@@ -74,6 +74,20 @@ _LAYOUT = (
         (zero.replica_problems,),
         frozenset({"parallel.zero", "parallel.dp", "parallel.dp_replicate"}),
     ),
+    _Family(
+        (zero.empty_part_problems,),
+        frozenset(
+            {
+                "model.num_heads",
+                "model.num_kv_heads",
+                "model.ffn_size",
+                "model.vocab_size",
+                "parallel.zero",
+                "parallel.dp_replicate",
+                *_DEGREES,
+            }
+        ),
+    ),
 )
 _DOCUMENTS = (
     _Family(

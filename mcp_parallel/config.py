@@ -46,7 +46,8 @@ class ModelConfig:
     num_kv_heads: int = 4
     """Key and value heads, a multiple of tp."""
     ffn_size: int = 352
-    """Inner width of SwiGLU, or of GELU in vit; any, divisible by tp or not."""
+    """Inner width of SwiGLU, or of GELU in vit; any, divisible by tp or not. With zero each tp rank
+    needs a part of it."""
     vocab_size: int = 256
     """Rows of the embedding, at least tp; 256 or more for text read as bytes. With vit it follows
     from num_classes."""

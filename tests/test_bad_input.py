@@ -62,6 +62,10 @@ BAD = [
     ("--zero 4", ("parallel.zero", "at most 3", "4")),
     ("--dp 4 --zero 3 --set parallel.dp_replicate=3", ("parallel.dp_replicate", "divide", "3")),
     ("--dp 4 --set parallel.dp_replicate=2", ("parallel.zero", "1, 2 or 3", "0")),
+    (
+        "--dp 2 --tp 4 --zero 1 --set model.ffn_size=5",
+        ("parallel.tp", "each rank a part of ffn_size = 5", "4"),
+    ),
     ("--zero 2 --set train.optimizer=onebit_adam", ("parallel.zero", "0 or 1", "2")),
     # the number of ranks
     ("--dp 2 --world-size 8", ("parallel.dp", "the number of ranks, 8", "2 * 1 * 1 * 1 = 2")),

@@ -61,6 +61,7 @@ BAD = [
         "parallel.dp_replicate",
         "2",
     ),
+    ("--dp 2 --tp 4 --zero 3 --set model.vocab_size=5 --set model.ffn_size=7", "parallel.tp", "4"),
     ("--dp 0", "parallel.dp", "0"),
     ("--tp -2", "parallel.tp", "-2"),
     ("--steps 0", "train.steps", "0"),
