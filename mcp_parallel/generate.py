@@ -52,7 +52,8 @@ class Codec:
             ConfigError: a token-file model and something that is not numbers of its vocabulary.
         """
         if self.is_text:
-            return list(prompt.encode("utf-8"))
+            # Bytes that the locale could not read as text came in as surrogates.
+            return list(prompt.encode("utf-8", errors="surrogateescape"))
         words = prompt.replace(",", " ").split()
         if not words or not all(w.isdecimal() and int(w) < self.num_tokens for w in words):
             problem = (

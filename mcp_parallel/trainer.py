@@ -59,9 +59,10 @@ class Trainer:
         context: RankContext | None = None,
         data: Data | None = None,
         run_dir: Path | str = "runs/latest",
-        resume_from: Path | None = None,
+        resume_from: Path | str | None = None,
         profile_steps: int = 0,
     ) -> None:
+        resume_from = None if resume_from is None else Path(resume_from)
         self.context = context or _lone_rank()
         check(config, self.context.world_size, own_cuts())
         mesh = build_mesh(Layout.from_config(config.parallel), self.context.device)
@@ -85,6 +86,7 @@ class Trainer:
         self._unread: Exception | None = None
         traced = traced_steps(self.step, config.train.steps, profile_steps)
         self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
+        self._ended_with: int | None = None
 
     def fit(self) -> int:
         """Train to ``train.steps``; returns an exit status (see ``mcp_parallel.errors``).
@@ -94,9 +96,24 @@ class Trainer:
         applied, nothing is saved, and the last good checkpoint is named with the way on from it.
         Where loss scaling can go lower, such a step is skipped instead and training goes on. Data
         that cannot be read any more ends the run after a checkpoint (see ``unread.end_unread``).
+
+        After an exception (Ctrl-C in a notebook) another call goes on with the step that it ended.
+        After the last step it does nothing.
+
+        Raises:
+            RuntimeError: called again after another status than ``OK``.
         """
+        if self._ended_with == OK:
+            return OK
+        if self._ended_with is not None:
+            raise RuntimeError(
+                "Trainer: fit must be called on a new Trainer once a run has ended early, got one "
+                f"that ended with status {self._ended_with} after step {self.step}; pass "
+                "resume_from=CHECKPOINT to a new one"
+            )
         with self.train_step.work.running():
-            return self._fit()
+            self._ended_with = self._fit()
+        return self._ended_with
 
     def _fit(self) -> int:
         status, first_step = OK, self.step

@@ -212,6 +212,18 @@ def test_a_run_goes_on_in_another_layout_and_answers_programs(copied):
     assert "step 6/6" in err  # progress is for people, and stdout is not
 
 
+def test_resuming_from_a_run_folder_names_the_flag_that_does_so(copied, tmp_path, capsys):
+    fresh = ["--steps=6", "--run-dir", str(tmp_path / "fresh")]
+    assert main.main(["train", f"--resume={copied}", *fresh]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("train: --resume must be a checkpoint, as in RUN/checkpoints/step_")
+    assert f"got the run folder '{copied}'; use --resume without a path and --run-dir" in err
+    assert main.main(["train", f"--resume={tmp_path}", *fresh]) == 2
+    assert (
+        f"got '{tmp_path}' without manifest.json; use --resume without" in capsys.readouterr().err
+    )
+
+
 def test_a_damaged_or_foreign_checkpoint_is_refused_before_any_rank_starts(copied, capsys):
     step = copied / "checkpoints" / "step_00000004"
     fresh = str(copied.parent / "fresh")

@@ -99,6 +99,11 @@ def test_tokens_beyond_the_bytes_are_never_sampled():
     assert Codec.of(config) == Codec(256, is_text=True)
 
 
+def test_a_prompt_that_the_locale_cannot_read_keeps_its_bytes():
+    as_ascii_locales_give_it = b"d\xc3\xa9".decode("ascii", errors="surrogateescape")
+    assert Codec.of(Config()).encode(as_ascii_locales_give_it) == [0x64, 0xC3, 0xA9]
+
+
 def test_a_token_file_model_speaks_in_numbers():
     config = Config()
     config = replace(config, data=replace(config.data, path="corpus.bin"))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcp_parallel.checkpoint.format import CheckpointError
-from mcp_parallel.checkpoint.manifest import Manifest, parse_step_name
+from mcp_parallel.checkpoint.manifest import FILE_NAME, Manifest, parse_step_name
 from mcp_parallel.checkpoint.steps import find_latest, verify
 from mcp_parallel.config import Config
 from mcp_parallel.errors import ConfigError
@@ -69,6 +69,7 @@ def find_start(config: Config, folder: RunFolder) -> RunStart:
             return RunStart(None)
     else:
         path = Path(resume).expanduser()
+        _refuse_other_than_step(path)
         _refuse_newer_siblings(path, folder)
     manifest = _verified(path)
     if manifest.fingerprint != config.fingerprint():
@@ -105,6 +106,21 @@ def _verified(path: Path) -> Manifest:
     except CheckpointError as error:
         advice = "use --resume without a path to take the newest one that is whole"
         raise ConfigError([f"train: --resume: {error}; {advice}"]) from error
+
+
+def _refuse_other_than_step(path: Path) -> None:
+    """A run folder is what people name first; it has many checkpoints, and ``--run-dir`` for it."""
+    if (path / FILE_NAME).exists():
+        return
+    got, way = f"{str(path)!a} without {FILE_NAME}", "a path to take the newest one that is whole"
+    if RunFolder(path).holds_run():
+        got = f"the run folder {str(path)!a}"
+        way = f"a path and --run-dir {str(path)!a} to go on with that run"
+    problem = (
+        "train: --resume must be a checkpoint, as in RUN/checkpoints/step_00000100, got "
+        f"{got}; use --resume without {way}"
+    )
+    raise ConfigError([problem])
 
 
 def _refuse_newer_siblings(path: Path, folder: RunFolder) -> None:
