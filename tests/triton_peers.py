@@ -9,9 +9,13 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from ranks import RankError
 from torch import Tensor
 
 from mcp_kernels.symmetric.layout import Layout
@@ -47,6 +51,16 @@ def new_buffers(folder: Path, layout: Layout) -> str:
         slots = b"\xff" * (2 * layout.slot_bytes)
         (folder / str(rank)).write_bytes(b"\0" * layout.slots_at + slots)
     return str(folder)
+
+
+def assert_seen(words: str, run: Callable[[float], Any]) -> None:
+    """``run(delay_s)`` fails with ``words``, where only being early or late shows what is wrong.
+
+    On a busy machine a short delay may be over before the other ranks begin, so longer ones follow.
+    """
+    with pytest.raises(RankError, match=words):  # noqa: PT012 (any of the runs)
+        for delay_s in (0.3, 2.0, 10.0):
+            run(delay_s)
 
 
 def planted(module: types.ModuleType, right: str, wrong: str, folder: str) -> types.ModuleType:
