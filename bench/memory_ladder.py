@@ -113,6 +113,7 @@ IMAGE_LAYOUTS: list[list[str]] = [
     ["train.precision=bf16"],
     ["train.precision=fp16", FULL],
     [OFFLOAD],
+    [OFFLOAD, "train.precision=bf16"],
     ["parallel.dp=2", "parallel.zero=1"],
     ["parallel.dp=2", "parallel.zero=2", "train.precision=bf16"],
     ["parallel.dp=2", ZERO3, FULL],

@@ -211,8 +211,9 @@ class MemoryConfig:
     offload: bool = False
     """Keep optimizer state one tier of memory below the parameters, bit for bit the same. On a GPU
     that is pinned host memory, where the blocks' saved activations go too. On a CPU it is the disk:
-    moments are mapped from nameless files on the disk of the run folder, so that the memory they
-    take can be dropped when it is needed; saved activations stay."""
+    moments, and the fp32 values of 16-bit weights without ``parallel.zero``, are mapped from
+    nameless files on the disk of the run folder, so that the memory they take can be dropped when
+    it is needed; saved activations stay."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -84,7 +84,8 @@ class TrainingStep:
         self.config = config
         self.mesh = mesh
         model_mesh = model_mesh_of(config.train, mesh)
-        self.stages = build_stages(config, model_mesh)
+        tier = LowerTier(mesh.device, scratch) if config.memory.offload else None
+        self.stages = build_stages(config, model_mesh, tier)
         self.shards = [shard for stage in self.stages for shard in stage.shards]
         self.gradients, self.optimizer = build_optimizer(
             config.train,
@@ -92,7 +93,7 @@ class TrainingStep:
             self.shards,
             model_mesh,
             zero=mesh.layout.zero,
-            tier=LowerTier(mesh.device, scratch) if config.memory.offload else None,
+            tier=tier,
         )
         self._stage_loss = build_stage_loss(self.stages, config, model_mesh)
         self.executor = build_executor(self.stages, config, model_mesh, self.gradients, self._loss)

@@ -42,7 +42,7 @@ COMPRESSED = {
 }
 
 
-def configure(layout, memory):
+def configure(layout, memory, precision="fp32"):
     base = Config.from_mapping(
         {
             "model": {
@@ -61,6 +61,7 @@ def configure(layout, memory):
         base.train,
         steps=STEPS,
         warmup_steps=1,
+        precision=precision,
         global_batch_size=BATCH,
         micro_batch_size=BATCH // layout.dp // (4 if layout.pp > 1 else 2),
     )
@@ -70,12 +71,12 @@ def configure(layout, memory):
     return config
 
 
-def run(rank, world, layout, policies):
+def run(rank, world, layout, policies, precision="fp32"):
     """Losses, norms and this rank's values after some steps, of each policy."""
     mesh = build_mesh(layout, torch.device("cpu"))
     results = []
     for memory in policies:
-        config = configure(layout, memory)
+        config = configure(layout, memory, precision)
         step = TrainingStep(config, mesh)
         figures = []
         for index in range(STEPS):
@@ -86,6 +87,15 @@ def run(rank, world, layout, policies):
             figures.append((result.loss, result.grad_norm))
         results.append((figures, [shard.local.clone() for shard in step.shards]))
     return results
+
+
+@pytest.mark.parametrize("name", ["tp2", "pp2"])
+def test_offload_changes_no_bit_in_16_bits(ranks, name):
+    """fp32 values of the weights are below the model, and moments."""
+    layout, policies = LAYOUTS[name], [POLICIES["plain"], POLICIES["offload"]]
+    for plain, below in ranks.run(run, layout, policies, "bf16", ranks=layout.world_size):
+        assert plain[0] == below[0]
+        assert all(torch.equal(got, want) for got, want in zip(below[1], plain[1], strict=True))
 
 
 SLOW = ("tp2 no-sp", "pp2 zero_bubble", "tp2pp2 dualpipev", "dp2tp2 zero3")

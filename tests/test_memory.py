@@ -67,6 +67,7 @@ IMAGES = {
 IMAGE_CASES = [
     ["memory.activation_checkpointing=selective", "memory.activation_compression=int8"],
     ["train.precision=bf16"],
+    ["train.precision=bf16", "memory.offload=true"],
     ["parallel.dp=2", "parallel.zero=3", "memory.activation_checkpointing=full"],
     ["parallel.tp=2"],
     ["parallel.pp=2", "parallel.schedule=zero_bubble"],

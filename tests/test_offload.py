@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -108,7 +109,7 @@ def test_a_full_disk_is_an_error_before_training(tmp_path, monkeypatch):
         LowerTier(CPU, tmp_path).zeros_like(torch.empty(SMALLEST_FILE))
 
 
-def config_of(offload):
+def config_of(offload, precision="fp32"):
     return Config.from_mapping(
         {
             "model": {
@@ -121,7 +122,12 @@ def config_of(offload):
                 "vocab_size": 256,
                 "seq_len": 16,
             },
-            "train": {"steps": 6, "global_batch_size": 2, "micro_batch_size": 2},
+            "train": {
+                "steps": 6,
+                "global_batch_size": 2,
+                "micro_batch_size": 2,
+                "precision": precision,
+            },
             "memory": {"offload": offload},
         }
     )
@@ -137,21 +143,34 @@ def train(step, first, last):
     return losses
 
 
-def test_a_run_and_its_checkpoint_are_the_same_with_and_without(tmp_path):
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_run_and_its_checkpoint_are_the_same_with_and_without(tmp_path, precision):
     mesh = build_mesh(Layout(), CPU)
     steps = {}
     for offload in (False, True):
-        config = config_of(offload)
+        config = config_of(offload, precision)
         step = steps[offload] = TrainingStep(config, mesh, tmp_path / "scratch")
         losses = train(step, 0, 3)
         path = save_step(tmp_path / str(offload), 3, step)
         # Each checkpoint goes on in the other kind of run.
-        other = TrainingStep(config_of(not offload), mesh, tmp_path / "scratch")
+        other = TrainingStep(config_of(not offload, precision), mesh, tmp_path / "scratch")
         assert load_step(path, other) == 3
         steps[offload] = losses, train(step, 3, 6), train(other, 3, 6)
     assert steps[False] == steps[True]
     assert steps[True][1] == steps[True][2]
     assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_masters_of_16_bit_weights_are_below_too(tmp_path):
+    """Each of what is large enough for a file is mapped once as a value and twice as moments."""
+    step = TrainingStep(config_of(True, "bf16"), build_mesh(Layout(), CPU), tmp_path / "scratch")
+    sizes = [4 * shard.parameter.numel() for shard in step.shards]
+    large = sum(size for size in sizes if size >= SMALLEST_FILE)
+    pages = 3 * len(sizes) * mmap.PAGESIZE
+    assert 3 * large <= mapped_bytes(tmp_path / "scratch") <= 3 * large + pages
+    for shard in step.shards:
+        assert shard.master is not None
+        assert torch.equal(shard.master.to(torch.bfloat16), shard.parameter.detach())
 
 
 ANONYMOUS = """

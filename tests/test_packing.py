@@ -137,7 +137,7 @@ def test_statistics_of_a_layer_norm_are_exact():
         seen.append((tensor, packer.unpack(packer.pack(tensor))))
         return tensor
 
-    x = make_gradient(2 * SMALLEST, 16, seed=3).requires_grad_()
+    x = make_gradient(2 * SMALLEST * 16, seed=3).view(-1, 16).requires_grad_()
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         torch.nn.functional.layer_norm(x * 1.5, (16,))
     statistics = [(a, b) for a, b in seen if a.shape[-1] == 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -150,7 +151,7 @@ def test_auto_chooses_for_images(optimizer):
     assert not find_problems(choice.config, 4)
 
 
-REPLAYED = {
+REPLAYED: dict[str, tuple[Any, ...]] = {
     "dp": (4, 1, 1, 1, "1f1b", 1, 4, 0, "none"),
     "full": (4, 1, 1, 1, "1f1b", 1, 4, 1, "full"),
     "zero 3": (8, 1, 1, 1, "1f1b", 1, 4, 3, "selective"),

@@ -40,7 +40,8 @@ class Weights:
         elements = sum(weights_of(config, sizes, stage).values())
         ledger.new(elements * sizes.compute_bytes, "parameters")
         if self.is_narrow:
-            ledger.new(elements * sizes.state_bytes, "optimizer")  # fp32 values
+            each = weights_of(config, sizes, stage).values()
+            ledger.new(resident_bytes(config, each, sizes.state_bytes), "optimizer")  # fp32 values
         self._buckets: Memory | None = None
         if self.has_buckets:
             self._buckets = ledger.new(elements * sizes.state_bytes, "gradients")
@@ -108,11 +109,16 @@ class Weights:
 
 
 def moments_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> int:
-    """Of the moments that are in memory: with offload those that are too small for a file."""
+    """Of the moments that are in memory."""
+    return MOMENTS * resident_bytes(config, elements, bytes_each)
+
+
+def resident_bytes(config: Config, elements: Iterable[int], bytes_each: int) -> int:
+    """Of one value a weight: with offload those weights' that are too small for a file."""
     sizes = (count * bytes_each for count in elements)
     if config.memory.offload:
         sizes = (size for size in sizes if size < SMALLEST_FILE)
-    return MOMENTS * sum(sizes)
+    return sum(sizes)
 
 
 def weights_of(config: Config, sizes: Sizes, stage: StageSizes) -> dict[str, int]:

@@ -1,9 +1,10 @@
 """Where optimizer state lives: beside the parameters, or one tier of memory below them.
 
 Below a GPU is pinned host memory; moments come up for their update, a part at a time, and go down
-again. Below a CPU is the disk: moments are mapped from files that have no name, so the update works
-on them as on any memory, the kernel writes back and drops what does not fit, and they are gone with
-their process, however it ends. Values are the same bits on every tier.
+again. Below a CPU is the disk: moments, and fp32 values of 16-bit weights, are mapped from files
+that have no name, so the update works on them as on any memory, the kernel writes back and drops
+what does not fit, and they are gone with their process, however it ends. Values are the same bits
+on every tier.
 """
 
 from __future__ import annotations

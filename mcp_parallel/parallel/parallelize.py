@@ -29,6 +29,7 @@ from mcp_parallel.model.embedding import Mixture
 from mcp_parallel.model.family import family_of, whole_model
 from mcp_parallel.model.init import fill_shard
 from mcp_parallel.model.stage import Block, StageModel, stable_name
+from mcp_parallel.optim.lower_tier import LowerTier
 from mcp_parallel.parallel.context import share_sequences
 from mcp_parallel.parallel.late_reduce import LateReductions
 from mcp_parallel.parallel.mesh import Mesh
@@ -62,11 +63,12 @@ def global_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {stable_name(name): tuple(p.shape) for name, p in model.named_parameters()}
 
 
-def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
+def build_stages(config: Config, mesh: Mesh, tier: LowerTier | None = None) -> list[Stage]:
     """This rank's stages of the model, parallelised and initialised.
 
     ``Layout.stages_of`` says which: one a rank, several that go round the ranks, or a V; and
-    ``stage_layers`` which blocks each has.
+    ``stage_layers`` which blocks each has. fp32 values of 16-bit weights live in ``tier``; None is
+    beside them.
     """
     layout = mesh.layout
     ranges = stage_layers(config)
@@ -89,7 +91,7 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
             block.remat.to_host = config.memory.offload and mesh.device.type != "cpu"
         if Precision.of(config).mixes_embedding:
             model.mixture = Mixture(Precision.of(config).compute)
-        masters = _give_values_and_shard(model, config, mesh)
+        masters = _give_values_and_shard(model, config, mesh, tier)
         late = _overlap_on_cpu(model, mesh)
         tied_copy = is_last and not is_first and config.model.tie_embeddings
         shards = list(iter_shards(model, mesh, masters, is_tied_copy=tied_copy))
@@ -97,15 +99,17 @@ def build_stages(config: Config, mesh: Mesh) -> list[Stage]:
     return stages
 
 
-def _give_values_and_shard(model: StageModel, config: Config, mesh: Mesh) -> Masters:
+def _give_values_and_shard(
+    model: StageModel, config: Config, mesh: Mesh, tier: LowerTier | None
+) -> Masters:
     masters: Masters = {}
     precision = Precision.of(config)
     policy = _policy(precision)
     for layer, block in model.blocks.items():
-        masters |= _give_values(block, f"blocks.{layer}.", config, mesh)
+        masters |= _give_values(block, f"blocks.{layer}.", config, mesh, tier)
         if is_sharded(mesh.layout):
             _shard(block, mesh, policy, free_after_forward=mesh.layout.zero == 3)
-    masters |= _give_values(model, "", config, mesh)
+    masters |= _give_values(model, "", config, mesh, tier)
     if is_sharded(mesh.layout):
         # Embedding, last norm and head: the last forward use is just before the first backward one.
         outer = MixedPrecisionPolicy() if precision.mixes_embedding else policy
@@ -162,7 +166,9 @@ def reduce_late(model: StageModel) -> LateReductions:
     return late
 
 
-def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> Masters:
+def _give_values(
+    module: nn.Module, prefix: str, config: Config, mesh: Mesh, tier: LowerTier | None
+) -> Masters:
     """Allocate and fill the parameters of ``module`` that have no memory yet."""
     masters: Masters = {}
     precision = Precision.of(config)
@@ -176,7 +182,7 @@ def _give_values(module: nn.Module, prefix: str, config: Config, mesh: Mesh) -> 
                 name = stable_name(full_name)
                 made[parameter] = _initial(parameter, name, config, mesh)
                 if not is_sharded(mesh.layout) and precision.rounds(name):
-                    made[parameter], master = _rounded(made[parameter], precision.compute)
+                    made[parameter], master = _rounded(made[parameter], precision.compute, tier)
                     masters[made[parameter]] = master
             owner.register_parameter(leaf, made[parameter])
     return masters
@@ -197,9 +203,13 @@ def _initial(parameter: nn.Parameter, name: str, config: Config, mesh: Mesh) -> 
     return values
 
 
-def _rounded(values: nn.Parameter, dtype: torch.dtype) -> tuple[nn.Parameter, Tensor]:
+def _rounded(
+    values: nn.Parameter, dtype: torch.dtype, tier: LowerTier | None
+) -> tuple[nn.Parameter, Tensor]:
     """A parameter of the rounded values, and the local values that it was rounded from."""
     master = local_part(values.detach())
+    if tier is not None and not tier.is_far:  # from far away it could hold no gradient
+        master = tier.zeros_like(master).copy_(master)
     return nn.Parameter(like_parameter(values, master.to(dtype))), master
 
 

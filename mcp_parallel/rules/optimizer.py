@@ -27,8 +27,8 @@ def onebit_problems(config: Config) -> Iterator[Problem]:
         yield Problem(
             "onebit_adam offload",
             "memory.offload",
-            "be false with optimizer onebit_adam (after its switch 2 bytes a parameter replace the "
-            "moments, and its errors are read and written whole at every send)",
+            "be false with optimizer onebit_adam (its errors and codes are buffers of its own, "
+            "which every send reads and writes: there is no tier below for them)",
             "true",
             ({"memory.offload": False}, {"train.optimizer": "adamw"}),
         )
