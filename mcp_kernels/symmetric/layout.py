@@ -59,9 +59,6 @@ def windows(size: int, most: int) -> Iterator[tuple[int, int]]:
         yield start, min(most, size - start)
 
 
-ERROR_BIT = 1 << 63
-
-
 @dataclass(frozen=True, slots=True)
 class Missed:
     """What an error word says."""

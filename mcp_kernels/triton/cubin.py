@@ -20,8 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mcp_kernels.triton.flash_attn_launch import Launch
-from mcp_kernels.triton.symmetric_launch import Launch as SymmetricLaunch
+from mcp_kernels.triton.launch import Launch
 
 _TYPES = {
     torch.float32: "*fp32",
@@ -49,7 +48,7 @@ class Resources:
     """Whether products run on Hopper's warp-group instructions."""
 
 
-def compile_launch(launch: Launch | SymmetricLaunch, arch: int) -> Resources:
+def compile_launch(launch: Launch, arch: int) -> Resources:
     """Compile ``launch`` for compute capability ``arch`` (80, 90).
 
     Raises:
@@ -58,7 +57,7 @@ def compile_launch(launch: Launch | SymmetricLaunch, arch: int) -> Resources:
     return compile_launch_with_ptx(launch, arch)[0]
 
 
-def compile_launch_with_ptx(launch: Launch | SymmetricLaunch, arch: int) -> tuple[Resources, str]:
+def compile_launch_with_ptx(launch: Launch, arch: int) -> tuple[Resources, str]:
     """As ``compile_launch``, with the PTX text."""
     signature: dict[str, Any] = {}
     constants: dict[Any, Any] = {}

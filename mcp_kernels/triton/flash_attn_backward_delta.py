@@ -27,7 +27,6 @@ from torch import Tensor
 from mcp_kernels.triton import flash_attn_config as config
 from mcp_kernels.triton.flash_attn_config import Tile
 from mcp_kernels.triton.flash_attn_launch import (
-    Launch,
     Problem,
     pad,
     row_value_strides,
@@ -49,6 +48,7 @@ from mcp_kernels.triton.flash_attn_scores import (
     tile_of,
     tile_pointers,
 )
+from mcp_kernels.triton.launch import Launch
 
 # Bytes are what bounds float32: at 64 columns a thread of 4 warps has 16 elements of each tensor.
 _ROUNDED_ELEMENTS = 2048

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mcp_kernels.triton import flash_attn_config as config
-from mcp_kernels.triton.flash_attn_launch import Launch, Problem, row_value_strides, strides
+from mcp_kernels.triton.flash_attn_launch import Problem, row_value_strides, strides
 from mcp_kernels.triton.flash_attn_scores import (
     FLOAT_BIAS,
     LOG2E,
@@ -42,6 +42,7 @@ from mcp_kernels.triton.flash_attn_scores import (
     tile_of,
     tile_pointers,
 )
+from mcp_kernels.triton.launch import Launch
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from torch import Tensor
 from mcp_kernels.triton import flash_attn_config as config
 from mcp_kernels.triton.flash_attn_cache import Cache
 from mcp_kernels.triton.flash_attn_config import Tile
-from mcp_kernels.triton.flash_attn_launch import Launch, Problem, pad, row_value_strides, strides
+from mcp_kernels.triton.flash_attn_launch import Problem, pad, row_value_strides, strides
 from mcp_kernels.triton.flash_attn_scores import (
     LN2,
     LOG2E,
@@ -37,6 +37,7 @@ from mcp_kernels.triton.flash_attn_scores import (
     load_tile,
     narrow,
 )
+from mcp_kernels.triton.launch import Launch
 
 
 @triton.jit

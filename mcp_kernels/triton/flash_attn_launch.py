@@ -1,8 +1,4 @@
-"""One attention call as the Triton kernels take it: addresses, scalars, what is switched on.
-
-A ``Launch`` holds all that a kernel is started with, so that what a GPU runs and what is compiled
-without one (``cubin.py``) is the same thing.
-"""
+"""One attention call as the Triton kernels take it: addresses, scalars, what is switched on."""
 
 from __future__ import annotations
 
@@ -15,38 +11,10 @@ from torch import Tensor
 from triton import knobs
 
 from mcp_kernels.ops.attention_mask import AttentionOptions
-from mcp_kernels.triton.flash_attn_config import Chip, Tile, chip_of
+from mcp_kernels.triton.flash_attn_config import Chip, chip_of
 
 # Windows reach no further than this: positions stay far from the end of int32.
 _FAR = 1 << 29
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One kernel with its arguments."""
-
-    kernel: Any
-    num_programs: int
-    args: dict[str, Any]
-    """Tensors, numbers, tuples of numbers; None for a tensor that is not there."""
-    constants: dict[str, Any]
-    """``tl.constexpr`` arguments."""
-    tile: Tile
-
-    def options(self) -> dict[str, Any]:
-        """What Triton compiles it with."""
-        return {
-            "num_warps": self.tile.num_warps,
-            "num_stages": self.tile.num_stages,
-            "enable_fp_fusion": True,  # a score's scale and offset are one instruction
-        }
-
-    def run(self, device: torch.device) -> None:
-        """Start it, on ``device``'s current stream."""
-        if self.num_programs == 0:
-            return
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            self.kernel[(self.num_programs,)](**self.args, **self.constants, **self.options())
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from mcp_kernels.triton.flash_attn_backward_delta import delta_launch
 from mcp_kernels.triton.flash_attn_backward_keys import key_gradients_launches
 from mcp_kernels.triton.flash_attn_backward_queries import query_gradients_launch
 from mcp_kernels.triton.flash_attn_cache import Cache
-from mcp_kernels.triton.flash_attn_config import A100, H100
+from mcp_kernels.triton.flash_attn_config import A100, H100, Tile
 from mcp_kernels.triton.flash_attn_decode import decode_launches
 from mcp_kernels.triton.flash_attn_forward import forward_launch
-from mcp_kernels.triton.flash_attn_launch import Launch, Problem, Sequences
+from mcp_kernels.triton.flash_attn_launch import Problem, Sequences
+from mcp_kernels.triton.launch import Launch
 
 CHIPS = {80: A100, 90: H100}
 
@@ -79,7 +80,7 @@ def _problem(head_dim: int, variant: Variant, arch: int, dtype: torch.dtype) -> 
 
 def attention_launches(
     head_dim: int, variant: str, arch: int, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Launch]:
+) -> dict[str, Launch[Tile]]:
     """The kernels of a training step and, where there is one, of a decode step, by name."""
     chosen = VARIANTS[variant]
     problem = _problem(head_dim, chosen, arch, dtype)
@@ -102,7 +103,7 @@ def attention_launches(
     return launches
 
 
-def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
+def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch[Tile]]:
     """Kernels with everything switched on that ``attention_launches`` leaves off."""
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -153,7 +154,7 @@ def feature_launches(dtype: torch.dtype, arch: int) -> dict[str, Launch]:
 
 def rows(
     head_dims: Iterable[int], variants: Iterable[str], arches: Iterable[int]
-) -> Iterator[tuple[str, Launch, Resources]]:
+) -> Iterator[tuple[str, Launch[Tile], Resources]]:
     """(label, launch, what it takes) of each kernel."""
     for arch in arches:
         for head_dim in head_dims:

@@ -132,7 +132,8 @@ def matmul_all_reduce(
         down, across = -(-count // tile.block_m), -(-width // tile.block_n)
         parts = (count, 0, 0, 0, down, across, GROUP_M)
         per_owner = -(-down * across // owners)
-        _launch(part, target, peers, form, tile, parts, down * across, per_owner)
+        tiles = down * across
+        launch_of(part, target, peers, form, tile, parts, tiles, per_owner).run(y.device)
 
 
 def matmul_reduce_scatter(
@@ -158,21 +159,8 @@ def matmul_reduce_scatter(
         down, across = -(-count // tile.block_m), -(-width // tile.block_n)
         parts = (rows, part_rows, first, count, down, across, GROUP_M)
         per_owner = down * across
-        _launch(part, target, peers, SCATTER, tile, parts, peers.world * per_owner, per_owner)
-
-
-def _launch(
-    product: Product,
-    y: Tensor,
-    peers: Peers,
-    form: int,
-    tile: Tile,
-    parts: tuple[int, ...],
-    tiles: int,
-    per_owner: int,
-) -> None:
-    launch = launch_of(product, y, peers, form, tile, parts, tiles, per_owner)
-    launch.run(y.device)
+        tiles = peers.world * per_owner
+        launch_of(part, target, peers, SCATTER, tile, parts, tiles, per_owner).run(y.device)
 
 
 def launch_of(
