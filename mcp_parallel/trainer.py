@@ -83,6 +83,7 @@ class Trainer:
             hosts=gather_texts(platform.node(), mesh),
             peak_tflops=peak_tflops(config, mesh.device) if self.context.rank == 0 else None,
         )
+        self._first_step = self.step
         self._unread: Exception | None = None
         traced = traced_steps(self.step, config.train.steps, profile_steps)
         self.profile = Profile(RunFolder(self.run_dir).profile_dir, self.context.rank, traced)
@@ -116,7 +117,7 @@ class Trainer:
         return self._ended_with
 
     def _fit(self) -> int:
-        status, first_step = OK, self.step
+        status = OK
         while self.step < self.config.train.steps:
             result = self._train_one_step()
             if result.is_unread:
@@ -136,7 +137,7 @@ class Trainer:
                 break
         self.profile.close()
         self.batches.close()
-        is_new = self.step > first_step and not self._is_checkpoint_due()
+        is_new = self.step > self._first_step and not self._is_checkpoint_due()
         if status == STOPPED or (status in (BAD_CONFIG, FAILED) and is_new):
             self._save()
         self.monitor.close(status)
@@ -185,6 +186,7 @@ class Trainer:
         """This rank's part of the step's batch: inputs, targets, documents."""
         device = self.context.device
         rows = self.train_step.rows()
+        self._unread = None
         try:
             batch = self.batches.take(self.step, rows)
         except UNREADABLE as error:
