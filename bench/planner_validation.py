@@ -80,6 +80,7 @@ def _mapping(row: Judged) -> dict[str, object]:
         "error": row.error,
         "place": row.place,
         "place_held": row.place_held,
+        "is_open": row.is_open,
         "regret": row.regret,
         "is_fitted": row.is_fitted,
         "memory_gib": row.predicted.memory.total / 2**30,
@@ -106,7 +107,8 @@ def _summary(name: str, summary: Summary) -> str:
     return (
         f"{name:12} {summary.rows:3} rows  median error {summary.median_error:.1%}, rank "
         f"correlation {summary.rank_correlation:.3f}, in our top 3: {summary.found} free, "
-        f"{summary.found_held} with what the experiment fixed; published behind our first by "
+        f"{summary.found_held} with what the experiment fixed, {summary.found_open} of "
+        f"{summary.open_rows} where that leaves a choice; published behind our first by "
         f"{summary.median_regret:.1%} (median); most memory {summary.most_memory:.1%}"
     )
 

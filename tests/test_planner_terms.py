@@ -18,6 +18,7 @@ from mcp_parallel.planner.flops import flops_per_token
 from mcp_parallel.planner.hardware import HARDWARE, Hardware
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.published import RUNS, llama3
+from mcp_parallel.planner.runtime import OURS
 from mcp_parallel.planner.stages import rank_parameters, rank_stages
 from mcp_parallel.planner.topology import Group, group_of, members_in_domain
 from mcp_parallel.presets import num_parameters
@@ -304,6 +305,48 @@ def test_block_by_hand():
     assert none.forward_compute == pytest.approx(linear + forward + cheap)
     assert none.backward_compute == pytest.approx(2 * linear + backward + 2 * cheap)
     assert time_of("none").forward_cp == 0
+
+
+def test_casts_to_fp8_by_hand():
+    """h = q = 4096, kv = 1024, f = 14336; a rank's own largest value, cast and transpose are 7."""
+    job, tokens, rate = _job(precision="fp8"), 8192, PLAIN.memory_bytes_per_s
+    inputs, grads = 2 * 4096 + 4096 + 14336, 2 * 4096 + 4096 + 2 * 1024 + 2 * 14336
+    plain = block.cast_seconds(job, tokens, 1)
+    rate *= roofline.MEMORY_EFFICIENCY
+    assert plain == pytest.approx([7 * tokens * n / rate for n in (inputs, grads)])
+    fused = dataclasses.replace(OURS, fuses_casts=True, gathers_fp8=True)
+    made = 2 * 4096 + 14336  # by norms and SwiGLU: not read for their largest value
+    both = block.cast_seconds(dataclasses.replace(job, runtime=fused), tokens, 1)
+    expected = [tokens * (6 * inputs - 2 * made) / rate, 6 * tokens * grads / rate]
+    assert both == pytest.approx(expected)
+    either_way = dataclasses.replace(PLAIN, transposes_fp8=False)
+    blackwell = dataclasses.replace(job, hardware=either_way, runtime=fused)
+    expected = [tokens * (5 * inputs - 2 * made) / rate, 5 * tokens * grads / rate]
+    assert block.cast_seconds(blackwell, tokens, 1) == pytest.approx(expected)
+    # Two ranks cast half of what lies between their regions, and gather it before the matmuls.
+    cut = [(5 * (4096 + 4096 // 2 + 7168) - 2 * (4096 + 7168)), 5 * (4096 + 2048 + 1024 + 14336)]
+    assert block.cast_seconds(blackwell, tokens, 2) == pytest.approx(
+        [tokens * n / rate for n in cut]
+    )
+    assert block.cast_seconds(_job(), tokens, 1) == (0, 0)
+
+
+def test_gathers_in_fp8_take_half_the_bytes():
+    job, tokens, group = _job(precision="fp8"), 8192, Group(2, 2)
+    narrow = dataclasses.replace(
+        job, runtime=dataclasses.replace(OURS, gathers_fp8=True, saves_gathered=False)
+    )
+    whole = block.tp_collective_seconds(job, tokens, group)
+    half = block.tp_gather_seconds(narrow, tokens, group)
+    assert whole - half == pytest.approx(tokens * 4096 / 2 / 1e10)
+    time = block.block_time(
+        narrow, tokens=tokens, tp=2, tp_group=group, cp_group=Group(1, 1), checkpointing="none"
+    )
+    # A block gathers and sums twice in a pass, and gathers its inputs again on the way back.
+    assert time.forward_tp == pytest.approx(2 * (half + whole))
+    assert time.backward_tp == pytest.approx(4 * half + 2 * whole)
+    bf16 = dataclasses.replace(narrow, precision="bf16")
+    assert block.tp_gather_seconds(bf16, tokens, group) == whole
 
 
 def test_context_parallel_blocks_move_keys_and_values():

@@ -11,7 +11,8 @@ and rotary positions for Llama's blocks, u = 1 and none for those of images (``s
                 2 mb S^2 q, else all), and five products in the backward pass where that has two
     memory      10 t h / tp + 2 t (q + kv) + (u + 1) t f elements: norms and sums, rotary, SwiGLU
                 or GELU
-    fp8         7 bytes an element of each matmul's input: its largest value, cast and transpose
+    fp8         each matmul's input is read for its largest value (2 bytes an element), cast (2 + 1)
+                and, where the hardware wants that, transposed for the backward pass (1 + 1)
     tp          an all-gather and a reduce-scatter of t h, twice in each pass
     cp          keys and values of the other ranks, in the backward pass their gradients too; a
                 ring reads and writes fp32 results to merge each further block: 12 bytes an element
@@ -28,8 +29,6 @@ from mcp_parallel.planner.links import all_gather_seconds
 from mcp_parallel.planner.shape import kv_size, shape_of
 from mcp_parallel.planner.topology import Group
 
-FP8_CAST_BYTES = 7
-"""Read 2 for the largest value, 2 and write 1 for the cast, read 1 and write 1 to transpose."""
 MERGE_BYTES = 12
 """Read two fp32 results and write one."""
 CHEAP_PART = 0.6
@@ -83,19 +82,21 @@ def block_time(
     cheap = cheap_seconds(job, tokens, tp)
     cast, cast_back = cast_seconds(job, tokens, tp)
     each = tp_collective_seconds(job, tokens, tp_group)
+    gather = tp_gather_seconds(job, tokens, tp_group)
     cp_forward, cp_backward = context_seconds(job, tokens, tp, cp_group, attention, attention_back)
 
     forward = linear + attention + cheap + cast
     backward = 2 * linear + attention_back + 2 * cheap + cast_back
-    gathered_again = 0 if job.runtime.saves_gathered else 2
-    tp_back = (4 + gathered_again) * each
+    tp_forward = tp_back = 2 * gather + 2 * each
+    if not job.runtime.saves_gathered:
+        tp_back += 2 * gather
     if checkpointing == "selective":
         backward += CHEAP_PART * cheap
     elif checkpointing == "full":  # it stops before the block's last matmul and its reduce-scatter
         backward += forward - w2
-        tp_back += 3 * each
+        tp_back += 2 * gather + each
         cp_backward += cp_forward
-    return BlockTime(forward, backward, 4 * each, tp_back, cp_forward, cp_backward)
+    return BlockTime(forward, backward, tp_forward, tp_back, cp_forward, cp_backward)
 
 
 def linear_seconds(job: Job, tokens: int, tp: int) -> float:
@@ -134,28 +135,46 @@ def cheap_seconds(job: Job, tokens: int, tp: int) -> float:
 
 
 def cast_seconds(job: Job, tokens: int, tp: int) -> tuple[float, float]:
-    """What it takes to bring inputs, and gradients of outputs, into fp8."""
+    """What it takes to bring inputs, and gradients of outputs, into fp8.
+
+    Between the regions of tensor parallelism a rank that gathers fp8 casts its t / tp tokens, and
+    transposes what it gathered.
+    """
     if job.precision != "fp8":
         return 0.0, 0.0
-    model = job.model
-    hidden, q, ffn = model.hidden_size, model.hidden_size / tp, model.ffn_size / tp
-    inputs = tokens * (2 * hidden + q + ffn)
-    grads = tokens * (q + 2 * kv_size(model) / tp + 2 * hidden + shape_of(model).up_matrices * ffn)
+    model, runtime = job.model, job.runtime
+    q, ffn, up = model.hidden_size / tp, model.ffn_size / tp, shape_of(model).up_matrices
+    share = tp if runtime.gathers_fp8 else 1
+    between = 2 * model.hidden_size / share  # norms' results, and gradients of what is summed
+    transpose = 0 if not job.hardware.transposes_fp8 else 1 if runtime.fuses_casts else 2
+    cast = 5 + transpose
+    made = cast - 2 * runtime.fuses_casts  # by a norm or an activation
+    # Both inputs and both gradients that were gathered, read and written.
+    turned = 2 * 4 * model.hidden_size if share > 1 and job.hardware.transposes_fp8 else 0
+    inputs = made * (between + ffn) + cast * q
+    grads = cast * (between + q + 2 * kv_size(model) / tp + up * ffn) + turned
     forward, backward = (
-        roofline.memory_seconds(job.hardware, FP8_CAST_BYTES * elements)
-        for elements in (inputs, grads)
+        roofline.memory_seconds(job.hardware, tokens * num_bytes) for num_bytes in (inputs, grads)
     )
     return forward, backward
 
 
-def tp_collective_seconds(job: Job, tokens: int, group: Group) -> float:
+def tp_collective_seconds(
+    job: Job, tokens: int, group: Group, element_bytes: float | None = None
+) -> float:
     """What one all-gather or reduce-scatter of a layer's tokens adds to its time."""
     if group.ranks == 1:
         return 0.0
-    seconds = all_gather_seconds(
-        job.compute_bytes * tokens * job.model.hidden_size, group, job.hardware
-    )
+    width = job.compute_bytes if element_bytes is None else element_bytes
+    num_bytes = width * tokens * job.model.hidden_size
+    seconds = all_gather_seconds(num_bytes, group, job.hardware)
     return exposed(seconds, job.runtime.tp_overlap * seconds, job.hardware)
+
+
+def tp_gather_seconds(job: Job, tokens: int, group: Group) -> float:
+    """Likewise of an all-gather, whose elements may travel as fp8; sums need 16 bits."""
+    is_narrow = job.precision == "fp8" and job.runtime.gathers_fp8
+    return tp_collective_seconds(job, tokens, group, 1 if is_narrow else None)
 
 
 def context_seconds(

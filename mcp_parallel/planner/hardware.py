@@ -51,6 +51,9 @@ class Hardware:
     half_efficiency_side: float = 128.0
     """A matmul with one side of this length reaches half of what one with a long side does: about
     a tile (``roofline.py``). It grows with the peak: filling a tile's pipeline takes its time."""
+    transposes_fp8: bool = True
+    """Whether fp8 matmuls want both operands contiguous along the summed side, as Hopper's do, so
+    that the backward pass needs a transposed copy of each; Blackwell's take them either way."""
     attention: tuple[float, float] | None = None
     """Rate of attention's forward and backward pass over that of a large matmul, where it was
     measured; None is the trainer's (``runtime.py``)."""
@@ -115,7 +118,8 @@ _B200 = Hardware(
     peak_flops=_with_half_formats(2250e12, 4500e12, 1125e12),
     memory_bytes=180 * GB,
     half_efficiency_side=256.0,
-    matmul_efficiency=0.63,
+    matmul_efficiency=0.61,
+    transposes_fp8=False,
     memory_bytes_per_s=8000 * GB,
     domain_ranks=8,
     domain_bytes_per_s=900 * GB,
@@ -128,7 +132,8 @@ _GB200 = Hardware(
     peak_flops=_with_half_formats(2500e12, 5000e12, 1250e12),
     memory_bytes=186 * GB,
     half_efficiency_side=256.0,
-    matmul_efficiency=0.63,
+    matmul_efficiency=0.61,
+    transposes_fp8=False,
     memory_bytes_per_s=8000 * GB,
     domain_ranks=72,
     domain_bytes_per_s=900 * GB,
@@ -142,7 +147,7 @@ _GB300 = replace(
     name="GB300 NVL72",
     memory_bytes=279 * GB,
     network_bytes_per_s=100 * GB,
-    matmul_efficiency=0.76,
+    matmul_efficiency=0.73,
     source="NVIDIA GB300 NVL72 data sheet (fp8 and bf16 dense peaks as GB200's; 279 GB and 8 TB/s "
     "a GPU; one 800 Gb/s port a GPU)",
 )

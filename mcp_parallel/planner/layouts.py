@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from mcp_parallel.config import ModelConfig, RankOrder, Schedule
 from mcp_parallel.planner.hardware import Hardware
-from mcp_parallel.planner.runtime import OURS, Runtime
+from mcp_parallel.planner.runtime import CHECKPOINTING, OURS, Checkpointing, Runtime
 from mcp_parallel.planner.shape import shape_of
 
-Checkpointing = Literal["none", "selective", "full"]
-CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
-"""From the fastest to the smallest."""
+__all__ = ["CHECKPOINTING", "Checkpointing", "Job", "PlannedLayout"]
 
 
 class PlannedLayout(NamedTuple):

@@ -13,7 +13,8 @@ planner, given the degrees. Sources, read in 2026:
     C  torchtitan benchmarks/llama3_h100_202412_torchtitan.md, with torch.compile: hosts of eight
        H100 with 96 GB of HBM2e at 2.4 TB/s and a limit of 500 W, a type of its own here. Batches of
        a pipeline are cut in pp micro-batches, its default. Each table shows one more kind of
-       parallelism, so degrees that are not the table's subject were held.
+       parallelism; what its heading gives for all of its rows was held: degrees that are not the
+       table's subject ("FSDP 32, TP 8"), and the level of checkpointing.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from mcp_parallel.config import ModelConfig
 from mcp_parallel.planner.flops import flops_per_token
 from mcp_parallel.planner.hardware import GB, HARDWARE, Hardware
-from mcp_parallel.planner.layouts import Job
+from mcp_parallel.planner.layouts import CHECKPOINTING, Job
 from mcp_parallel.planner.runtime import Runtime
 
 MEGATRON = Runtime(
@@ -35,21 +36,34 @@ MEGATRON = Runtime(
     cp_overlaps=True,
     saves_gathered=False,
     keeps_messages=False,
+    has_uneven=False,
+    checkpointing=("none", "full"),
     recomputes_some=True,
     splits_logits=False,
     whole_gradient_bytes={1: 4},
     shard_bytes=12,
 )
-"""2024: distributed optimizer, fp32 gradients, --tp-comm-overlap and all overlaps on."""
+"""2024: distributed optimizer, fp32 gradients, --tp-comm-overlap and all overlaps on. Its
+megatron/training/arguments.py of that year refuses layers that pipeline ranks, or stages on a rank,
+do not divide. There "selective" recomputes "core attention" alone, of which FlashAttention keeps
+nothing, so that it is no level of its own here."""
 BRIDGE = replace(
     MEGATRON,
     name="Megatron-Bridge",
     zero=(1, 3),
     pipeline_zero=(1,),
+    has_uneven=True,
+    checkpointing=CHECKPOINTING,
     whole_gradient_bytes={1: 2},
     reduce_bytes=2,
+    fuses_casts=True,
+    gathers_fp8=True,
 )
-"""Gradients stay in bf16 in its performance recipes; FSDP without a pipeline."""
+"""Gradients stay in bf16 in its performance recipes; FSDP without a pipeline. Embedding and loss
+may count as blocks in the split, and --recompute-modules runs less than a block again. Transformer
+Engine finds the largest value as a norm or an activation is computed (normalization.cpp and
+activation.cpp in pytorch/csrc/extensions), casts and transposes in one kernel, and gathers the
+inputs of sequence-parallel layers in fp8 (pytorch/module/layernorm_linear.py)."""
 TITAN = Runtime(
     name="torchtitan",
     zero=(3,),
@@ -238,8 +252,8 @@ def _bridge() -> list[Run]:
 
 def _titan() -> list[Run]:
     """C, table by table."""
-    one, context, two = {"tp": 1, "pp": 1, "cp": 1}, {"tp": 1, "pp": 1}, {"pp": 1, "cp": 1}
-    three, four = {"cp": 1}, {"tp": 8, "pp": 8}
+    one, context, two = {"tp": 1, "pp": 1, "cp": 1}, {"tp": 1, "pp": 1}, {"tp": 8, "pp": 1, "cp": 1}
+    three, four = {"tp": 8, "pp": 8, "cp": 1}, {"tp": 8, "pp": 8}
     # model, GPUs, thousands of tokens, samples of a dp rank, precision, tp, pp, cp, stages a rank,
     # checkpointing, async TP, tokens/s, GiB, held
     rows = (
@@ -287,7 +301,7 @@ def _titan_run(row: tuple[Any, ...]) -> Run:
         },
         tflops=tokens_per_s * flops_per_token(model) / 1e12,
         causal=True,
-        held=held,
+        held={**held, "activation_checkpointing": checkpointing},
         memory_gib=memory_gib,
     )
 

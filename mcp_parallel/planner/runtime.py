@@ -9,8 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from mcp_parallel.config import RankOrder
+
+Checkpointing = Literal["none", "selective", "full"]
+CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
+"""From the fastest to the smallest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +31,8 @@ class Runtime:
     """Whether sequences can be split over ranks."""
     has_interleaved: bool = True
     """Whether a pipeline rank can hold several stages."""
+    has_uneven: bool = True
+    """Whether stages can differ in their number of blocks."""
     tp_overlap: float = 0.0
     """Part of the tensor-parallel collectives that runs beside a matmul."""
     cp_overlaps: bool = False
@@ -36,6 +43,8 @@ class Runtime:
     """Whether a block keeps its gathered inputs for the backward pass, or gathers them again."""
     keeps_messages: bool = True
     """Whether a pipeline's buffers live until the end of the step."""
+    checkpointing: tuple[Checkpointing, ...] = CHECKPOINTING
+    """Levels that it has, from the fastest to the smallest."""
     recomputes_some: bool = False
     """Whether full checkpointing can be of no more blocks than it takes to fit."""
     splits_logits: bool = True
@@ -47,6 +56,11 @@ class Runtime:
     """Of an element that ZeRO shards: fp32 weight, gradient and two moments."""
     reduce_bytes: int = 4
     """Of a gradient on the wire."""
+    fuses_casts: bool = False
+    """Whether the largest value of what a norm or an activation makes is found as it is made, and
+    a cast to fp8 writes the transposed copy too."""
+    gathers_fp8: bool = False
+    """Whether tensor-parallel ranks cast their part of an input to fp8 and gather it as that."""
     attention: tuple[float, float] = (0.8, 0.65)
     """Rate of attention's forward and backward pass over that of a large matmul. On an H100, whose
     matmuls reach 750 to 800 TFLOP/s in bf16, FlashAttention-3 reports 600 to 650 and 450 to 550

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mcp_parallel.config import Config, ParallelConfig, Schedule, TrainConfig
 from mcp_parallel.model.traits import traits_of
 from mcp_parallel.planner.cost import CostModel, StepCost
-from mcp_parallel.planner.layouts import CHECKPOINTING, Job, PlannedLayout
+from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.memory import USABLE, Memory, peak_memory
 from mcp_parallel.rules import batch, context, layout
 from mcp_parallel.rules.problem import Problem, divisors
@@ -187,6 +187,10 @@ class _Search:
         levels = self._given("zero", stages if spread > 1 else stages[:1])
         for schedule, virtual in self._pipelines(start.pp):
             staged = start._replace(schedule=schedule, virtual_stages=virtual)
+            if not runtime.has_uneven and self.job.model.num_layers % staged.num_stages:
+                detail = f"{self.job.model.num_layers} blocks on {staged.num_stages} stages"
+                yield Refused(staged, "stages of unequal numbers of blocks", detail, float("inf"))
+                continue
             for size in sizes:
                 sized = staged._replace(micro_batch_size=size)
                 problem = self._staging_problem(sized)
@@ -210,6 +214,8 @@ class _Search:
     def _virtual_stages(self, pp: int) -> list[int]:
         """Stages a rank that share the blocks out evenly, or with two left for the ends."""
         layers = self.job.model.num_layers
+        if not self.job.runtime.has_uneven:  # few divide, so all of them
+            return [v for v in divisors(layers // pp)[1:] if layers % pp == 0]
         most = min(_MOST_STAGES, layers // pp)
         if "virtual_stages" in self.fixed:
             return list(range(2, most + 1))
@@ -240,8 +246,8 @@ class _Search:
         """With the first level of checkpointing that fits."""
         if isinstance(variant, Refused):
             return variant
-        levels = self._given("activation_checkpointing", CHECKPOINTING)
-        before: Memory | None = None
+        levels = self._given("activation_checkpointing", self.job.runtime.checkpointing)
+        before: tuple[PlannedLayout, Memory] | None = None
         chosen, memory = variant, None
         for level in levels:
             chosen = variant._replace(activation_checkpointing=level)
@@ -253,22 +259,26 @@ class _Search:
                 chosen = variant._replace(activation_checkpointing=levels[-1])
                 memory = peak_memory(self.job, chosen)
                 break
-            before = memory
-        assert memory is not None, "fixed checkpointing is one of three"
+            before = chosen, memory
+        if memory is None:
+            detail = f"{self.job.runtime.name} has {', '.join(self.job.runtime.checkpointing)}"
+            return Refused(variant, "no such checkpointing", detail, float("inf"))
         return _by_memory(chosen, memory, self.limit, self.job)
 
-    def _fitting(self, chosen: PlannedLayout, memory: Memory, before: Memory | None) -> Ranked:
+    def _fitting(
+        self, chosen: PlannedLayout, memory: Memory, before: tuple[PlannedLayout, Memory] | None
+    ) -> Ranked:
         """A layout that fits, of a trainer that may checkpoint some of the blocks only.
 
-        ``before`` is the memory of the level before, which does not fit.
+        ``before`` is the level before, which does not fit, and its memory.
         """
-        cost = self.model.step(chosen)
+        cost, runtime = self.model.step(chosen), self.job.runtime
         is_full = chosen.activation_checkpointing == "full"
-        if before is None or not is_full or not self.job.runtime.recomputes_some:
+        if before is None or not is_full or not runtime.recomputes_some:
             return Ranked(chosen, cost, memory)
-        part = (before.total - self.limit) / (before.total - memory.total)
-        lower = chosen._replace(activation_checkpointing=CHECKPOINTING[-2])
-        mixed = Memory(*((1 - part) * a + part * b for a, b in zip(before, memory, strict=True)))
+        lower, needed = before
+        part = (needed.total - self.limit) / (needed.total - memory.total)
+        mixed = Memory(*((1 - part) * a + part * b for a, b in zip(needed, memory, strict=True)))
         return Ranked(chosen, self.model.step(lower).towards(cost, part), mixed)
 
 

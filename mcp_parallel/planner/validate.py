@@ -33,6 +33,8 @@ class Judged:
     """Of its degrees in a free search; None where the planner refuses them."""
     place_held: int | None
     """Of its degrees where what the experiment held fixed is given."""
+    is_open: bool
+    """Whether what was held leaves several degrees to choose from."""
     best_tflops: float
     """Predicted of what the free search ranks first."""
     most_memory: float
@@ -67,6 +69,10 @@ class Summary:
     """Rows among the first three, in a free search."""
     found_held: int
     """With what was held fixed given."""
+    open_rows: int
+    """Where that leaves a choice."""
+    found_open: int
+    """Of them."""
     median_regret: float
     most_memory: float
 
@@ -134,6 +140,7 @@ def _judge(run: Run, fitted: bool) -> Judged:
         predicted=predict(run),
         place=_place(free, run),
         place_held=_place(held, run),
+        is_open=len(held) > 1,
         best_tflops=free[0].cost.tflops(run.job, causal=run.causal),
         most_memory=max(one.memory.total for one in first) / run.hardware.memory_bytes,
     )
@@ -146,12 +153,15 @@ def _place(ranked: Sequence[Ranked], run: Run) -> int | None:
 
 def summarize(rows: Sequence[Judged]) -> Summary:
     """Figures over rows, at least two."""
+    in_held = [row for row in rows if row.place_held is not None and row.place_held <= TOP]
     return Summary(
         rows=len(rows),
         median_error=statistics.median(abs(row.error) for row in rows),
         rank_correlation=spearman([r.tflops for r in rows], [r.run.tflops for r in rows]),
         found=sum(row.place is not None and row.place <= TOP for row in rows),
-        found_held=sum(row.place_held is not None and row.place_held <= TOP for row in rows),
+        found_held=len(in_held),
+        open_rows=sum(row.is_open for row in rows),
+        found_open=sum(row.is_open for row in in_held),
         median_regret=statistics.median(row.regret for row in rows),
         most_memory=max(row.most_memory for row in rows),
     )
