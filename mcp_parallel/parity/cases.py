@@ -49,6 +49,8 @@ class Variation:
     compared with, but for fp16."""
     fp32_embedding: tuple[int, int] = (0, 0)
     """Steps of the embedding in fp32, and of its switch to 16 bits."""
+    offload: bool = False
+    """Optimizer state a tier below; never in the run that is compared with."""
 
 
 PLAIN = Variation()
@@ -73,6 +75,7 @@ ONEBIT = Variation("onebit", optimizer="onebit_adam")
 ONEBIT_TIED = Variation("onebit-tied", tie_embeddings=True, optimizer="onebit_adam", clip_norm=0.05)
 # Scales that change within the five steps, after the second and the fourth.
 SCALED = Variation("scaled", loss_scale=(1024.0, 2))
+OFFLOADED = replace(SCALED, offload=True)
 SCALED_TIED = Variation("scaled-tied", tie_embeddings=True, clip_norm=0.05, loss_scale=(1024.0, 2))
 # Two steps in fp32, two mixed, one in 16 bits.
 FP32_EMBEDDING = replace(SCALED, name="fp32-embedding", fp32_embedding=(2, 2))
@@ -154,12 +157,14 @@ class Case:
             document_masking=v.document_separator is not None,
             document_separator=v.document_separator,
         )
-        amp = AmpConfig(grad_scaler=scaler)
-        return replace(base, model=model, parallel=parallel, train=train, amp=amp, data=data)
+        amp, memory = AmpConfig(grad_scaler=scaler), replace(base.memory, offload=v.offload)
+        return replace(
+            base, model=model, parallel=parallel, train=train, amp=amp, data=data, memory=memory
+        )
 
     def reference(self) -> Case:
         """The same training on one process in one micro-batch."""
-        variation = replace(self.variation, optimizer="adamw")
+        variation = replace(self.variation, optimizer="adamw", offload=False)
         if self.precisions == EXACT:  # a scale that is a power of two then changes nothing
             variation = replace(variation, loss_scale=None)
         return Case(f"one process, {variation.name}", Layout(), variation)
@@ -361,6 +366,7 @@ MATRIX = (
     _narrow("16-bit dp2", SCALED, dp=2),
     _narrow("16-bit dp2cp2tp2 zero2", SCALED, 2, dp=2, cp=2, tp=2, zero=2),
     _narrow("16-bit tp2", SCALED, tp=2),
+    _narrow("16-bit offload tp2", OFFLOADED, tp=2),
     _narrow("16-bit zero3", SCALED, microbatches=2, dp=2, zero=3),
     _narrow("16-bit pp2", SCALED, microbatches=4, pp=2),
     _narrow("16-bit dp2tp2pp2", SCALED, microbatches=2, dp=2, tp=2, pp=2),
