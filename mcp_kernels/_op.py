@@ -18,10 +18,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import _C
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 NAMESPACE = "mcp_kernels"
@@ -172,7 +173,7 @@ def _make_autograd_body(
 
     Cost: about 12 microseconds where a gradient is wanted, 3 where not.
     """
-    arguments = op._schema.arguments
+    name, arguments = op._opname, op._schema.arguments
     kinds = [str(a.type) for a in (*arguments, *op._schema.returns)]
     has_lists = any("List[" in kind for kind in kinds)
     if has_lists or op._schema.is_mutable or any(a.kwarg_only for a in arguments):
@@ -205,6 +206,7 @@ def _make_autograd_body(
     )
 
     def body(keyset: _C.DispatchKeySet, *args: Any) -> Any:
+        _refuse_tangents(name, args)
         if _C.is_grad_enabled() and _C._any_requires_grad(*args):
             return function.apply(*args, keyset)
         with _C._AutoDispatchBelowAutograd():
@@ -220,8 +222,25 @@ def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return op(*args)
+    _refuse_tangents(op._opname, args)
     with _C._AutoDispatchBelowAutograd():
         return op(*args)
+
+
+def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    """Below autograd a tangent would be lost, as if the derivative were zero."""
+    if forward_ad._current_level < 0:
+        return
+    for arg in args:
+        if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
+            _refuse_jvp(name)
+
+
+def _refuse_jvp(name: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name}: inputs must have no tangent, the op has no forward-mode derivative; use reverse "
+        "mode: torch.autograd.grad, torch.func.vjp, grad or jacrev (twice for a Hessian)"
+    )
 
 
 def _function_of(
@@ -239,7 +258,10 @@ def _function_of(
     def forward(*args: Any) -> Any:
         return getattr(torch.ops.mcp_kernels, name)(*args)
 
-    members = {"forward": forward, "backward": backward, "vmap": vmap}
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        _refuse_jvp(name)
+
+    members = {"forward": forward, "backward": backward, "vmap": vmap, "jvp": jvp}
     if setup_context is not None:
         members["setup_context"] = setup_context
     namespace = {key: staticmethod(value) for key, value in members.items()}

@@ -340,3 +340,48 @@ def over_dtensor(rank, world):
 
     mesh = init_device_mesh("cpu", (world,))
     OneBitAdam([torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))])
+
+
+# --- groups that come later, gradients that do not fit -------------------------------------------
+
+
+def train_in_groups(rank, world, later):
+    """Parameters after the switch, their second half in a group of the constructor or added."""
+    params = make_params()
+    half = len(params) // 2
+    groups = [{"params": params[:half]}, {"params": params[half:], "lr": LR / 2}]
+    settings = {"lr": LR, "betas": BETAS, "block_size": BLOCK, "freeze_step": 3}
+    optimizer = OneBitAdam(groups[:1] if later else groups, **settings)
+    if later:
+        optimizer.add_param_group(groups[1])
+    for step in range(6):
+        step_once(optimizer, params, rank, step)
+    return [p.detach() for p in params]
+
+
+def test_added_group_trains_like_one_of_the_constructor(ranks):
+    added = ranks.run(train_in_groups, True, ranks=2)
+    given = ranks.run(train_in_groups, False, ranks=2)
+    for ours, theirs in zip(added[0] + added[1], given[0] + given[1], strict=True):
+        assert_same_bits(ours, theirs)
+
+
+def test_group_is_refused_after_a_step_and_where_it_breaks_a_rule():
+    params, more = make_params(), torch.nn.Parameter(torch.ones(3))
+    optimizer = OneBitAdam(params, block_size=BLOCK)
+    with pytest.raises(ValueError, match="betas must be in"):
+        optimizer.add_param_group({"params": [more], "betas": (1.0, 0.9)})
+    assert len(optimizer.param_groups) == 1
+    step_once(optimizer, params, 0, 0)
+    with pytest.raises(ValueError, match="add_param_group must come before the first step"):
+        optimizer.add_param_group({"params": [more]})
+
+
+def test_sparse_gradients_and_nan_rates_are_refused():
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = OneBitAdam(table.named_parameters(), block_size=BLOCK)
+    table(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(TypeError, match="gradients must be dense, got a sparse one of weight"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="lr, eps and weight_decay must be >= 0, got nan"):
+        OneBitAdam(make_params(), lr=float("nan"))

@@ -147,3 +147,14 @@ def test_another_ranks_state_is_refused(ranks):
     other = OneBitAdam(make_params()[:2], block_size=BLOCK)
     with pytest.raises(ValueError, match="names must be"):
         other.load_state_dict(reshard(states, 1, 0))
+
+
+def test_state_of_other_groups_is_refused_before_anything_is_loaded():
+    params = make_params()
+    one = OneBitAdam(params, block_size=BLOCK)
+    two = OneBitAdam([{"params": params[:1]}, {"params": params[1:]}], block_size=BLOCK)
+    with pytest.raises(ValueError, match="param_groups must be 2, got 1"):
+        two.load_state_dict(one.state_dict())
+    apart = OneBitAdam([{"params": params[:1], "eps": 1e-6}, {"params": params[1:]}])
+    with pytest.raises(ValueError, match="buckets must be 2, got 1"):
+        apart.load_state_dict(OneBitAdam(params).state_dict())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def second_gradients(
@@ -27,6 +28,8 @@ def second_gradients(
 
     Cost: forward, its backward and the backward of that, op by op, with all of it saved.
     """
+    if _functorch.peek_interpreter_stack() is not None:
+        return _under_transforms(forward, inputs, grads, seconds)
     with torch.enable_grad():
         # Views of what has a graph, so that a third gradient finds it; leaves of what has none.
         own = [_handle(x) for x in inputs]
@@ -59,6 +62,36 @@ def second_gradients(
     left = iter(found)
     of_grads = [None if g is None else next(left) for g in own_grads]
     return of_grads, list(left)
+
+
+def _under_transforms(
+    forward: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    seconds: Sequence[Tensor | None],
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The same inside of torch.func, whose tensors must not be asked to require a gradient."""
+    kept = [i for i, grad in enumerate(grads) if grad is not None]
+    wanted = [i for i, second in enumerate(seconds) if second is not None]
+    of_grads: list[Tensor | None] = [None] * len(grads)
+    if not kept or not wanted:
+        return of_grads, [None] * len(inputs)
+
+    def first(*targets: Tensor) -> tuple[Tensor, ...]:
+        def results(*own: Tensor) -> tuple[Tensor, ...]:
+            found = forward(*own)
+            found = found if isinstance(found, tuple) else (found,)
+            return tuple(found[i] for i in kept)
+
+        pull = torch.func.vjp(results, *targets[len(kept) :])[1]
+        found = pull(targets[: len(kept)])
+        return tuple(found[i] for i in wanted)
+
+    pull = torch.func.vjp(first, *(grads[i] for i in kept), *inputs)[1]
+    found = pull(tuple(seconds[i] for i in wanted))
+    for place, grad in zip(kept, found[: len(kept)], strict=True):
+        of_grads[place] = grad
+    return of_grads, list(found[len(kept) :])
 
 
 def _handle(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mcp_kernels.ops.attention_mask import AttentionOptions
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_INT64 = 2**63 - 1
 CausalAlign = Literal["bottom_right", "top_left"]
 
 
@@ -30,9 +31,13 @@ def check_qkv(
         ValueError: a rank, a size or a device does not fit.
         TypeError: a dtype is not floating or differs.
     """
-    if _agree(q, k, v, rank, same_batch):
-        return
     tensors = {"q": q, "k": k, "v": v}
+    try:
+        if _agree(q, k, v, rank, same_batch):
+            return
+    except AttributeError:  # asked for only here, where something is wrong
+        kinds = ", ".join(f"{n} {type(t).__name__}" for n, t in tensors.items())
+        raise TypeError(f"{op}: q, k and v must be tensors, got {kinds}") from None
     form = "[B, S, H, D]" if rank == 4 else "[total, H, D]"
     for name, tensor in tensors.items():
         if tensor.dim() != rank:
@@ -107,28 +112,48 @@ def make_options(
     Raises:
         ValueError: a value is out of its range.
     """
-    left, right = window_size
-    if left < -1 or right < -1:
-        raise ValueError(
-            f"{op}: window_size must be >= 0, or -1 for no limit, got {tuple(window_size)}"
-        )
+    left, right = _window(op, window_size)
     if not 0 <= dropout_p <= 1:
         raise ValueError(f"{op}: dropout_p must be in [0, 1], got {dropout_p}")
-    if not softcap >= 0:
-        raise ValueError(f"{op}: softcap must be >= 0 (0 is off), got {softcap}")
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"{op}: softcap must be >= 0 (0 is off) and finite, got {softcap}")
     if causal_align not in ("bottom_right", "top_left"):
         raise ValueError(
             f"{op}: causal_align must be 'bottom_right' or 'top_left', got {causal_align!r}"
         )
-    default_scale = 1 / math.sqrt(head_dim) if head_dim else 1.0
+    # torch.compile makes a symbol of a float that it meets, and starts anew when an op wants its
+    # value: what has a default never becomes one, and the head dim is a number, not a symbol.
+    if softmax_scale is None:
+        size = len(range(head_dim))
+        softmax_scale = 1 / math.sqrt(size) if size else 1.0
     return AttentionOptions(
-        default_scale if softmax_scale is None else float(softmax_scale),
+        float(softmax_scale),
         left,
         0 if causal else right,
         causal_align == "top_left",
-        float(softcap),
-        float(dropout_p),
+        0.0 if softcap == 0 else float(softcap),
+        0.0 if dropout_p == 0 else float(dropout_p),
     )
+
+
+def _window(op: str, window_size: tuple[int, int]) -> tuple[int, int]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{op}: window_size must be (left, right), got {window_size!r}; (-1, -1) is no window"
+        ) from None
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"{op}: window_size must be >= 0, or -1 for no limit, got {tuple(window_size)}"
+        )
+    # Not by their type: sizes under torch.compile are integers of its own.
+    if not (left == int(left) <= _INT64 and right == int(right) <= _INT64):
+        raise ValueError(
+            f"{op}: window_size must be integers below 2^63, got {tuple(window_size)}; "
+            "-1 is no limit"
+        )
+    return int(left), int(right)
 
 
 def check_bias(op: str, bias: Tensor | None, full: tuple[int, int, int, int]) -> Tensor | None:

@@ -46,7 +46,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
+    softcap: float = 0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -55,7 +56,8 @@ def check_shards(param_groups: Sequence[dict[str, Any]]) -> None:
         beta1, beta2 = group["betas"]
         if not 0 <= beta1 < 1 or not 0 <= beta2 < 1:
             raise ValueError(f"OneBitAdam: betas must be in [0, 1), got {group['betas']}")
-        if group["lr"] < 0 or group["eps"] < 0 or group["weight_decay"] < 0:
+        # Written so that NaN, which compares to nothing, is refused too.
+        if not (group["lr"] >= 0 and group["eps"] >= 0 and group["weight_decay"] >= 0):
             raise ValueError(
                 "OneBitAdam: lr, eps and weight_decay must be >= 0, got "
                 f"{group['lr']}, {group['eps']}, {group['weight_decay']}"
@@ -72,3 +74,17 @@ def check_shards(param_groups: Sequence[dict[str, Any]]) -> None:
                     f"OneBitAdam: params must be float32, bfloat16, float16 or float64, got "
                     f"{param.dtype}"
                 )
+
+
+def check_dense(names: Sequence[str], params: Sequence[Tensor]) -> None:
+    """Gradients are dense.
+
+    Raises:
+        TypeError: one is sparse.
+    """
+    for name, param in zip(names, params, strict=True):
+        if param.grad is not None and param.grad.is_sparse:
+            raise TypeError(
+                f"OneBitAdam: gradients must be dense, got a sparse one of {name}; make its "
+                "nn.Embedding with sparse=False, or give it to torch.optim.SparseAdam"
+            )

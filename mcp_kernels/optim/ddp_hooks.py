@@ -45,6 +45,11 @@ class CompressionState:
     def __init__(
         self, ddp: DistributedDataParallel, *, block_size: int = 1024, start_step: int = 0
     ) -> None:
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(
+                "CompressionState: ddp must be a DistributedDataParallel, got "
+                f"{type(ddp).__name__}; wrap the model first"
+            )
         if block_size <= 0 or block_size % 8:
             raise ValueError(
                 f"CompressionState: block_size must be a positive multiple of 8, got {block_size}"
@@ -185,6 +190,7 @@ def compress_ddp(
     """Make ``ddp`` average its gradients in the codec's bits; returns the state, to be saved.
 
     Raises:
+        TypeError: ``ddp`` is something else.
         ValueError: an argument breaks its rule.
 
     Cost: two collectives a bucket; 4 + 4 / W bytes of errors a parameter.

@@ -39,7 +39,7 @@ from torch import Tensor
 from mcp_kernels.ops import _comm
 from mcp_kernels.optim._adam_bucket import Mask
 from mcp_kernels.optim._build_buckets import build_buckets
-from mcp_kernels.optim._checks import check_options, check_shards
+from mcp_kernels.optim._checks import check_dense, check_options, check_shards
 from mcp_kernels.optim._switch import SwitchRule
 from mcp_kernels.optim.onebit_state import read_state, write_state
 
@@ -147,6 +147,7 @@ class OneBitAdam(torch.optim.Optimizer):
         op: Literal["avg", "sum"] = "avg",
     ) -> None:
         check_options(freeze_step, clip_norm, variance_floor, zero, grads, op)
+        self._is_built = self._is_attached = False
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -156,7 +157,6 @@ class OneBitAdam(torch.optim.Optimizer):
             "norm_weight": 1.0,
         }
         super().__init__(params, defaults)
-        check_shards(self.param_groups)
         self.group = _comm.resolve(_comm.group_name(group))
         self.norm_group = self.group if norm_group is None else norm_group
         self.clip_norm, self.skip_nonfinite = clip_norm, skip_nonfinite
@@ -173,11 +173,41 @@ class OneBitAdam(torch.optim.Optimizer):
         self.last_step: StepReport | None = None
         self.block_size, self.zero = block_size, zero
         self.mask, self._floor = mask, variance_floor
-        self.buckets = build_buckets(
-            self.param_groups, self.group, block_size, is_sharded=zero == 1, is_sum=op == "sum"
-        )
-        self._rule = SwitchRule(freeze_step, [b for b in self.buckets if b.compresses])
+        self._freeze_step: int | Literal["auto"] = freeze_step
+        self._is_sum = op == "sum"
+        self._build()
         self._warned_lr = False
+
+    def _build(self) -> None:
+        """Buckets and the rule of the switch for the parameters at hand."""
+        check_shards(self.param_groups)
+        options = {"is_sharded": self.zero == 1, "is_sum": self._is_sum}
+        self.buckets = build_buckets(self.param_groups, self.group, self.block_size, **options)
+        compressing = [bucket for bucket in self.buckets if bucket.compresses]
+        self._rule, self._is_built = SwitchRule(self._freeze_step, compressing), True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, on every rank, before ``attach`` and the first step.
+
+        Raises:
+            ValueError: it comes later: there is one switch, which would find no variance to freeze.
+        """
+        if self._is_built and (self.count or self.num_skipped):
+            raise ValueError(
+                "OneBitAdam: add_param_group must come before the first step, got a group after "
+                f"{self.count} steps; make a new optimizer of all groups"
+            )
+        if self._is_attached:
+            raise ValueError(
+                "OneBitAdam: add_param_group must come before attach, got a group after it"
+            )
+        super().add_param_group(param_group)
+        if self._is_built:
+            try:
+                self._build()
+            except Exception:
+                self.param_groups.pop()
+                raise
 
     @property
     def is_compressing(self) -> bool:
@@ -235,12 +265,15 @@ class OneBitAdam(torch.optim.Optimizer):
         from mcp_kernels.optim._attach import attach  # DDP is imported by its users alone
 
         attach(self, ddp)
+        self._is_attached = True
 
     # --- one step -------------------------------------------------------------------------------
 
     def _average(self) -> list[list[bool]]:
         """Averaged gradients of buckets in stage 1; which parameters have one on some rank."""
         is_local = self.grads == "local"
+        for bucket in self.buckets:
+            check_dense(bucket.flat.names, bucket.flat.params)
         present = [[p.grad is not None for p in b.flat.params] for b in self.buckets]
         if is_local and self.group is not None and not all(b.is_frozen for b in self.buckets):
             flags = torch.tensor(

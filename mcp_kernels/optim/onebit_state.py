@@ -71,6 +71,12 @@ def read_state(optimizer: OneBitAdam, state: Mapping[str, Any]) -> None:
                 "rank loads its own state, and reshard (mcp_kernels.optim.onebit_state) makes one "
                 "for another number of ranks"
             )
+    for key, mine in {"buckets": optimizer.buckets, "param_groups": optimizer.param_groups}.items():
+        if len(state[key]) != len(mine):
+            raise ValueError(
+                f"OneBitAdam.load_state_dict: {key} must be {len(mine)}, got {len(state[key])}; "
+                "build the optimizer over the same parameters in the same order and groups"
+            )
     for bucket, saved in zip(optimizer.buckets, state["buckets"], strict=True):
         _check_bucket(bucket, saved)
     for bucket, saved in zip(optimizer.buckets, state["buckets"], strict=True):
