@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import statistics
+import webbrowser
 
 import pytest
 from report_runs import config_of, record, two_runs, write_run
@@ -309,6 +311,9 @@ def test_other_files_with_steps_have_their_own_axis(tmp_path):
             ["--out", "."],
             "--out must name a file that can be written, got '.' (it is a folder)",
         ),
+        ("run", ["--out", "run/config.yaml"], "(it is a file, and no page that could be replaced)"),
+        ("run", ["--out", "run/pipe"], "(it is a device, socket or pipe)"),
+        ("metrics is a folder", [], "got Is a directory for 'run/metrics.jsonl'; fix that"),
         ("run", ["run"] * 32, "RUN must be given at most 32 times, got 33"),
     ],
 )
@@ -320,7 +325,12 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, make, words, message):
         (tmp_path / "run").write_text("x")
     elif make == "run":
         write_run(tmp_path / "run", rows=[], config=config_of())
+        os.mkfifo(tmp_path / "run" / "pipe")
+    elif make is not None:
+        (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    before = times_of(tmp_path)
     assert main(["report", "run", *words]) == 2
+    assert times_of(tmp_path) == before
     err = capsys.readouterr().err
     assert err.startswith("report: ")
     assert message in err
@@ -328,16 +338,34 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, make, words, message):
     assert not list(tmp_path.glob(".*tmp"))
 
 
+def times_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
 def test_the_command_prints_a_table_or_json(tmp_path, capsys):
     folders = [str(folder) for folder in two_runs(tmp_path)]
     out = tmp_path / "page.html"
     assert main(["report", *folders, "--out", str(out)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split()[:3] == ["run", "layout", "steps"]
+    assert lines[0].split()[:4] == ["run", "layout", "steps", "state"]
     assert "dp 2, tp 2" in lines[1]
-    assert "58/60" in lines[2]
+    assert re.search(r"58/60 +diverged ", lines[2])
     assert lines[-1] == f"report: {out}"
     assert main(["report", *folders, "--out", str(out), "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["bytes"] == out.stat().st_size
     assert [run["state"] for run in result["runs"]] == ["done", "diverged"]
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_page_is_shown_in_the_browser_when_asked(tmp_path, monkeypatch, capsys, is_there):
+    asked = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: asked.append(url) or is_there)
+    write_run(tmp_path / "run", rows=[record(1)], config=config_of())
+    out = tmp_path / "a page.html"
+    words = ["report", str(tmp_path / "run"), "--out", str(out)]
+    assert main(words) == 0
+    assert asked == []
+    assert main([*words, "--open"]) == 0
+    assert asked == [out.as_uri()]
+    assert ("no browser was found" in capsys.readouterr().err) is not is_there

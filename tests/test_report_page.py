@@ -46,6 +46,7 @@ def rows(tmp_path_factory):
 def page(driver, rows):
     """A fresh look at the page of two runs."""
     driver.get(rows["path"].as_uri())
+    settled(driver)
     yield driver
     assert not faults(driver)
 
@@ -75,6 +76,12 @@ def wait_until(page, condition):
     while not condition():
         assert time.monotonic() < deadline
         settled(page)
+
+
+def come_near(page, selector):
+    """What is far from the window is not drawn yet."""
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", find(page, selector))
+    settled(page)
 
 
 def point_at(page, selector, part, *, down=False, up=False, y=0.5):
@@ -126,10 +133,10 @@ def test_everything_is_drawn_from_one_file(page, rows):
 
 
 def test_a_map_over_the_run_has_a_colour_for_each_value(page):
+    come_near(page, 'figure[data-field="update_ratio_by_layer"]')
     colors = page.execute_script(
         """const figure = document.querySelector('figure[data-field="update_ratio_by_layer"]');
         const canvas = figure.querySelector("canvas");
-        canvas.scrollIntoView();
         const [x, rows] = [canvas.width * 0.9, 7];
         return [...Array(rows).keys()].map((k) => canvas.getContext("2d")
           .getImageData(x, (k + 0.5) * canvas.height / rows, 1, 1).data.join());"""
@@ -326,3 +333,27 @@ def test_a_profile_is_read_by_pointer_and_keys_at_the_cursor_of_the_charts(page,
     find(page, LOSS).send_keys("\ue014")  # the first step: profiles show the first sample
     doc = 'figure[data-field="update_ratio_by_layer"] .doc'
     wait_until(page, lambda: "at the cursor" in find(page, doc).text)
+
+
+def test_many_runs_and_long_names_leave_the_page_readable(driver, tmp_path):
+    names = [f"{number}-{'long-name' * 20}" for number in range(5)] + ["short"]
+    rows = [
+        {**record(step), "grad_norm_by_layer": {"embed": 1.0, "head": 2.0}} for step in range(1, 4)
+    ]
+    for name in names:
+        write_run(tmp_path / name, rows=rows, config=config_of(dp=2))
+    out = tmp_path / "report.html"
+    assert main(["report", *(str(tmp_path / name) for name in names), "--out", str(out)]) == 0
+    driver.get(out.as_uri())
+    settled(driver)
+    come_near(driver, 'figure[data-field="grad_norm_by_layer"]')
+    # Four runs have maps, and what a reader has to do to see the others is said.
+    note = 'figure[data-field="grad_norm_by_layer"] .maps > .quiet'
+    wait_until(driver, lambda: count(driver, note) == 1)
+    assert find(driver, note).text == "2 more runs: hide some of these to see the maps"
+    heights = driver.execute_script(
+        "return [...document.querySelectorAll('.chip')].map((one) => one.offsetHeight)"
+    )
+    assert len(heights) == 6
+    assert len(set(heights)) == 1  # of one line, as the short one
+    assert find(driver, ".card h3").get_attribute("title") == names[0]

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--out", default="report.html", metavar="HTML", help="the page (report.html)"
     )
+    parser.add_argument("--open", action="store_true", help="show it in the browser")
     parser.add_argument("--json", action="store_true", help="print for programs")
     parser.set_defaults(run=run)
 
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     document = build_document([read_run(Path(path)) for path in args.runs])
     page = as_html(document)
     write_page(Path(args.out), page)
+    if args.open and not webbrowser.open(Path(args.out).resolve().as_uri()):
+        sys.stderr.write(f"report: no browser was found; open {_safe(args.out)} in one\n")
     if args.json:
         summaries = [
             {"name": one["name"], "path": one["path"], "notes": one["notes"], **one["summary"]}
@@ -65,8 +69,7 @@ def write_page(path: Path, page: str) -> None:
     """
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     try:
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        _refuse_other(path)
         temporary.write_text(page, encoding="ascii")
         temporary.replace(path)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -77,7 +80,34 @@ def write_page(path: Path, page: str) -> None:
         raise ConfigError([f"{problem}({why}); choose another"]) from error
 
 
-_COLUMNS = ("run", "layout", "steps", "loss", "tokens/s", "mfu", "bubble", "memory", "verdicts")
+def _refuse_other(path: Path) -> None:
+    """A page takes the place of a page alone: a slip of the hand must not cost a run's files."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "it is a folder")
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise FileExistsError(errno.EEXIST, "it is a device, socket or pipe")
+    with path.open("rb") as file:
+        start = file.read(len(_PAGE_START))
+    if start and start.lower() != _PAGE_START:
+        raise FileExistsError(errno.EEXIST, "it is a file, and no page that could be replaced")
+
+
+_PAGE_START = b"<!doctype html"
+_MAX_NAME = 60
+_COLUMNS = (
+    "run",
+    "layout",
+    "steps",
+    "state",
+    "loss",
+    "tokens/s",
+    "mfu",
+    "bubble",
+    "memory",
+    "verdicts",
+)
 
 
 def table(runs: Sequence[dict[str, Any]]) -> str:
@@ -94,10 +124,12 @@ def table(runs: Sequence[dict[str, Any]]) -> str:
 
 def _row(one: dict[str, Any]) -> tuple[str, ...]:
     of = one["summary"]
+    name = _safe(one["name"])
     return (
-        _safe(one["name"]),
+        name if len(name) <= _MAX_NAME else f"{name[: _MAX_NAME - 3]}...",
         of["layout"] or "-",
         str(of["steps"]) + ("" if of["total_steps"] is None else f"/{of['total_steps']}"),
+        of["state"],
         _number(of["loss"], "{:.4f}"),
         _number(of["tokens_per_s"], "{:,.0f}"),
         _number(of["mfu"], "{:.1%}"),

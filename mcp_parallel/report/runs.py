@@ -58,8 +58,9 @@ def read_run(path: Path) -> Run:
     try:
         return _read(folder)
     except OSError as error:
+        name = shown(str(error.filename or path))
         raise ConfigError(
-            [f"report: RUN must be readable, got {error.strerror} for {shown(str(path))}; fix that"]
+            [f"report: RUN must be readable, got {error.strerror} for {name}; fix that"]
         ) from error
 
 

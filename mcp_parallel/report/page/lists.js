@@ -97,9 +97,15 @@ class ListChart {
       [],
     );
     this.drawProfile();
-    const mapped = this.drawn.filter(({ list }) => list.rows.length > 1).slice(0, MAX_MAPS);
+    const withRows = this.drawn.filter(({ list }) => list.rows.length > 1);
+    const mapped = withRows.slice(0, MAX_MAPS);
+    const left = withRows.length - mapped.length;
+    const note = `${plural(left, "more run")}: hide some of these to see the maps`;
+    const isDrawn = this.range && mapped.length > 0;
     this.maps.replaceChildren(
-      ...(this.range && mapped.length ? [...mapped.map((one) => this.map(one)), this.ramp()] : []),
+      ...(isDrawn ? mapped.map((one) => this.map(one)) : []),
+      ...(isDrawn && left ? [el("p", { class: "quiet" }, note)] : []),
+      ...(isDrawn ? [this.ramp()] : []),
     );
   }
 

@@ -59,11 +59,11 @@ function buildChips() {
       {
         type: "button",
         class: "chip",
-        title: `${run.path}\nshift: this run alone`,
+        title: `${run.name}\n${run.path}\nshift: this run alone`,
         onclick: (event) => (event.shiftKey ? onlyRun(index) : toggleRun(index)),
       },
       swatch(index),
-      run.name,
+      el("span", { class: "chip-name" }, run.name),
     );
     const update = () => chip.setAttribute("aria-pressed", isShown(index));
     update();

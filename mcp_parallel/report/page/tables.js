@@ -42,7 +42,7 @@ function card(run, index, figures) {
     el(
       "header",
       {},
-      el("h3", {}, run.name),
+      el("h3", { title: run.name }, run.name),
       el("span", { class: `state ${of.state}` }, STATES[of.state]),
     ),
     el("p", { class: "quiet" }, [of.layout, ...size].filter(Boolean).join(" \u00b7 ") || run.path),
