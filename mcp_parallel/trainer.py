@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mcp_kernels.spans import span
 from mcp_parallel.check import check
+from mcp_parallel.checkpoint.format import CheckpointError
 from mcp_parallel.config import Config
 from mcp_parallel.data.ahead import Ahead
 from mcp_parallel.data.source import Data, open_data, source_of
@@ -96,7 +98,8 @@ class Trainer:
         ``STOPPED``. A loss or gradient that is not finite returns ``DIVERGED``: the step is not
         applied, nothing is saved, and the last good checkpoint is named with the way on from it.
         Where loss scaling can go lower, such a step is skipped instead and training goes on. Data
-        that cannot be read any more ends the run after a checkpoint (see ``unread.end_unread``).
+        that cannot be read any more ends the run after a checkpoint (see ``unread.end_unread``), a
+        checkpoint that the system refuses to write returns ``FAILED``; both are told on stderr.
 
         After an exception (Ctrl-C in a notebook) another call goes on with the step that it ended.
         After the last step it does nothing.
@@ -130,16 +133,18 @@ class Trainer:
             if result.stop_requested:
                 status = STOPPED
                 break
-            if self._is_checkpoint_due():
-                self._save()
+            if self._is_checkpoint_due() and not self._save():
+                status = FAILED
+                break
             if self.evaluate.is_unread:
                 status = end_unread(self.evaluate.unread, self.train_step.mesh)
                 break
         self.profile.close()
         self.batches.close()
         is_new = self.step > self._first_step and not self._is_checkpoint_due()
-        if status == STOPPED or (status in (BAD_CONFIG, FAILED) and is_new):
-            self._save()
+        is_left = status == STOPPED or (status in (BAD_CONFIG, FAILED) and is_new)
+        if is_left and not self._save():
+            status = FAILED
         self.monitor.close(status)
         return status
 
@@ -207,8 +212,22 @@ class Trainer:
         every = self.config.checkpoint.every
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def _save(self) -> None:
-        save_step(self.run_dir, self.step, self.train_step)
+    def _save(self) -> bool:
+        """Whether a checkpoint was written; where the system refused, one rank has said so."""
+        try:
+            save_step(self.run_dir, self.step, self.train_step)
+        except CheckpointError as error:
+            if not error.is_refused:
+                raise
+            if self.context.rank == 0:
+                sys.stderr.write(
+                    f"{error}; step {self.step} is lost, older checkpoints in "
+                    f"{str(self.run_dir / 'checkpoints')!a} are whole: free some space or mend "
+                    "what the message names, and go on with --resume\n"
+                )
+                sys.stderr.flush()
+            return False
+        return True
 
 
 def _lone_rank() -> RankContext:

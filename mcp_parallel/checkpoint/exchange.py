@@ -42,8 +42,13 @@ def all_gather_json(value: Any, group: Group = None) -> list[Any]:
     ]
 
 
-def raise_first(op: str, problems: list[str | None]) -> None:
+def raise_first(op: str, problems: list[str | None], refused: list[bool]) -> None:
     """Raise the first of ``problems`` (by rank) that is not None.
+
+    Args:
+        op: what failed.
+        problems: words on it, of each rank.
+        refused: whether the system refused, of each rank.
 
     Raises:
         CheckpointError: there is one.
@@ -51,7 +56,9 @@ def raise_first(op: str, problems: list[str | None]) -> None:
     for rank, problem in enumerate(problems):
         if problem is not None:
             by = f" (rank {rank} of {len(problems)})" if len(problems) > 1 else ""
-            raise CheckpointError(f"{op}: {problem}{by}")
+            error = CheckpointError(f"{op}: {problem}{by}")
+            error.is_refused = refused[rank]
+            raise error
 
 
 def rank_in(group: Group = None) -> int:

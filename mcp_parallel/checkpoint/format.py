@@ -36,7 +36,13 @@ _MAX_NAME = 512
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, is damaged, or is of another model; the text says which."""
+    """A checkpoint cannot be written, is damaged, or is of another model; the text says which.
+
+    Attributes:
+        is_refused: the system refused to read or write: a full disk, a missing right.
+    """
+
+    is_refused = False
 
 
 def is_safe_name(name: object) -> bool:

@@ -156,12 +156,13 @@ def _together(op: str, work: Callable[[], Any], group: Group) -> list[Any]:
     except Exception as error:  # whatever it is, the peers wait for an answer
         is_plain = isinstance(error, CheckpointError | ValueError | OSError)
         problem, cause = str(error) if is_plain else repr(error), error
-    answers = all_gather_json([problem, value], group)
+    answers = all_gather_json([problem, isinstance(cause, OSError), value], group)
+    problems, refused, values = (list(column) for column in zip(*answers, strict=True))
     try:
-        raise_first(op, [problem for problem, _ in answers])
+        raise_first(op, problems, refused)
     except CheckpointError as error:
         raise error from cause
-    return [value for _, value in answers]
+    return values
 
 
 def _head(
