@@ -20,6 +20,7 @@ from mcp_parallel.planner.hardware import HARDWARE
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.machine import Machine, cpu_hardware
 from mcp_parallel.planner.memory import peak_memory
+from mcp_parallel.planner.shape import shape_of
 from mcp_parallel.planner.stages import rank_parameters, rank_stages
 from mcp_parallel.presets import num_parameters
 
@@ -67,7 +68,7 @@ def test_work_of_a_patch_by_hand():
 def test_every_parameter_is_on_a_rank(model, layout):
     """Of several tensor-parallel ranks each holds what is whole."""
     stages = rank_stages(model.num_layers, layout)
-    found = sum(rank_parameters(model, stage, layout.tp) for stage in stages) * layout.tp
+    found = sum(rank_parameters(shape_of(model), stage, layout.tp) for stage in stages) * layout.tp
     hidden, pixels = model.hidden_size, model.patch_size**2 * model.channels
     whole = model.num_layers * 6 * hidden + (pixels + 1 + model.seq_len) * hidden + 2 * hidden
     assert found == pytest.approx(num_parameters(model) + (layout.tp - 1) * whole, rel=1e-12)

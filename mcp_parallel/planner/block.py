@@ -26,7 +26,7 @@ from mcp_parallel.planner import roofline
 from mcp_parallel.planner.hardware import Hardware
 from mcp_parallel.planner.layouts import Job
 from mcp_parallel.planner.links import all_gather_seconds
-from mcp_parallel.planner.shape import kv_size, shape_of
+from mcp_parallel.planner.shape import kv_size
 from mcp_parallel.planner.topology import Group
 
 MERGE_BYTES = 12
@@ -104,7 +104,7 @@ def linear_seconds(job: Job, tokens: int, tp: int) -> float:
     model, hardware = job.model, job.hardware
     hidden, q, kv = model.hidden_size, model.hidden_size / tp, kv_size(model) / tp
     ffn = model.ffn_size / tp
-    up = shape_of(model).up_matrices
+    up = job.shape.up_matrices
     shapes = ((q + 2 * kv, hidden), (hidden, q), (up * ffn, hidden), (hidden, ffn))
     return sum(roofline.matmul_seconds(hardware, tokens, n, k, job.precision) for n, k in shapes)
 
@@ -112,7 +112,7 @@ def linear_seconds(job: Job, tokens: int, tp: int) -> float:
 def attention_pair(job: Job, tokens: int, tp: int, cp: int) -> tuple[float, float]:
     """Attention's forward and backward pass."""
     model = job.model
-    flops = tokens * 4 * shape_of(model).seen * model.seq_len * model.hidden_size / tp
+    flops = tokens * 4 * job.shape.seen * model.seq_len * model.hidden_size / tp
     seen = model.seq_len / cp
     forward, backward = (
         roofline.attention_seconds(job.hardware, work, seen, job.precision, part)
@@ -127,7 +127,7 @@ def cheap_seconds(job: Job, tokens: int, tp: int) -> float:
     """Memory-bound work of a forward pass."""
     model = job.model
     cut = 10 * tokens * model.hidden_size / tp
-    shape = shape_of(model)
+    shape = job.shape
     turned = shape.turns * 2 * tokens * (model.hidden_size + kv_size(model)) / tp
     gated = (shape.up_matrices + 1) * tokens * model.ffn_size / tp
     num_bytes = job.compute_bytes * (cut + turned + gated)
@@ -143,7 +143,7 @@ def cast_seconds(job: Job, tokens: int, tp: int) -> tuple[float, float]:
     if job.precision != "fp8":
         return 0.0, 0.0
     model, runtime = job.model, job.runtime
-    q, ffn, up = model.hidden_size / tp, model.ffn_size / tp, shape_of(model).up_matrices
+    q, ffn, up = model.hidden_size / tp, model.ffn_size / tp, job.shape.up_matrices
     share = tp if runtime.gathers_fp8 else 1
     between = 2 * model.hidden_size / share  # norms' results, and gradients of what is summed
     transpose = 0 if not job.hardware.transposes_fp8 else 1 if runtime.fuses_casts else 2

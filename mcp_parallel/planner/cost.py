@@ -15,7 +15,6 @@ from mcp_parallel.planner import block, pipeline, roofline, sharding
 from mcp_parallel.planner.flops import flops_per_token
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.links import message_seconds
-from mcp_parallel.planner.shape import shape_of
 from mcp_parallel.planner.stages import RankStages, rank_parameters, rank_stages
 from mcp_parallel.planner.topology import Group, group_of
 
@@ -153,7 +152,7 @@ class CostModel:
 
     def _embedding(self, layout: PlannedLayout) -> _End:
         """Of patches; a token's row is looked up in no time to speak of."""
-        job, matrix = self.job, shape_of(self.job.model).embedding_matrix
+        job, matrix = self.job, self.job.shape.embedding_matrix
         if not matrix:
             return _End(0.0, 0.0)
         tokens = -(-job.tokens(layout) // layout.tp)  # each rank embeds its own
@@ -199,7 +198,7 @@ class CostModel:
         worst = (0.0, 0.0)
         for rank in {0, layout.pp - 1}:  # those with embedding and head
             held = stages[rank]
-            parameters = rank_parameters(job.model, held, layout.tp)
+            parameters = rank_parameters(job.shape, held, layout.tp)
             windows = sharding.windows_of(layout, count, *passes[rank])
             data = sharding.sharding_seconds(job, layout, group, parameters, held.layers, windows)
             optimizer = sharding.optimizer_seconds(job, layout, group.ranks, parameters)

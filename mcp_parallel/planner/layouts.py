@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from mcp_parallel.config import ModelConfig, RankOrder, Schedule
 from mcp_parallel.planner.hardware import Hardware
 from mcp_parallel.planner.runtime import CHECKPOINTING, OURS, Checkpointing, Runtime
-from mcp_parallel.planner.shape import shape_of
+from mcp_parallel.planner.shape import Shape, shape_of
 
 __all__ = ["CHECKPOINTING", "Checkpointing", "Job", "PlannedLayout"]
 
@@ -70,12 +71,17 @@ class Job:
     """Of the matmuls: bf16, fp16, fp32, fp64, or fp8 with bf16 for all else."""
     runtime: Runtime = OURS
 
-    @property
+    @cached_property
+    def shape(self) -> Shape:
+        """Of the model; a search asks for it a hundred thousand times."""
+        return shape_of(self.model)
+
+    @cached_property
     def compute_bytes(self) -> int:
         """Of an activation."""
         return {"fp64": 8, "fp32": 4}.get(self.precision, 2)
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Of a weight, gradient or moment as the optimizer sees it."""
         return max(4, self.compute_bytes)
@@ -90,5 +96,5 @@ class Job:
 
     def head_tokens(self, layout: PlannedLayout) -> int:
         """Of a micro-batch, where the head works: each of them, or one an image."""
-        one = shape_of(self.model).head_positions == 1
+        one = self.shape.head_positions == 1
         return layout.micro_batch_size if one else self.tokens(layout)

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from mcp_parallel.planner.layouts import Job, PlannedLayout
 from mcp_parallel.planner.pipeline import live_microbatches
-from mcp_parallel.planner.shape import kv_size, shape_of
+from mcp_parallel.planner.shape import kv_size
 from mcp_parallel.planner.stages import RankStages, end_parameters, rank_parameters, rank_stages
 
 USABLE = 0.9
@@ -81,7 +81,7 @@ def rank_memory(job: Job, layout: PlannedLayout, rank: int, stages: RankStages) 
         kept = max(0.0, kept - live / layout.stages_per_rank * inputs * hidden_bytes)
     elif layout.pp > 1:
         messages = 2.0 * stages.neighbours * hidden_bytes
-    kept += count * layout.micro_batch_size * shape_of(job.model).input_bytes
+    kept += count * layout.micro_batch_size * job.shape.input_bytes
     transients = transient_bytes(job, layout, stages)
     during, ending = state_bytes(job, layout, stages, count)
     if ending > during + kept + transients:  # activations are gone when gradients are reduced
@@ -109,7 +109,7 @@ def state_bytes(
     Returns:
         Bytes while activations are at their most, and when the last gradients are reduced.
     """
-    parameters = rank_parameters(job.model, stages, layout.tp)
+    parameters = rank_parameters(job.shape, stages, layout.tp)
     ranks, zero, c = layout.dp * layout.cp, layout.zero, job.compute_bytes
     state, is_narrow = job.state_bytes, c < job.state_bytes
     if zero == 0 or ranks == 1:
@@ -123,7 +123,7 @@ def state_bytes(
     group = _largest_group(job, layout, stages)
     reduced = state * group
     if zero == 3:
-        blocks = 2 * shape_of(job.model).block.on_rank(layout.tp)
+        blocks = 2 * job.shape.block.on_rank(layout.tp)
         root = max(0.0, group - blocks / 2) if group > blocks / 2 else 0.0
         during = sharded + c * (blocks + root) + c * group + reduced
         return during, during
@@ -139,14 +139,14 @@ def state_bytes(
 
 def _largest_group(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
     """Elements of the largest group of weights: a block's, or embedding and head."""
-    block = shape_of(job.model).block.on_rank(layout.tp)
-    return max(block, end_parameters(job.model, stages, layout.tp))
+    block = job.shape.block.on_rank(layout.tp)
+    return max(block, end_parameters(job.shape, stages, layout.tp))
 
 
 def kept_bytes(job: Job, layout: PlannedLayout) -> float:
     """What a block keeps of one micro-batch for the backward pass."""
     model, c, tp = job.model, job.compute_bytes, layout.tp
-    tokens, cut, shape = job.tokens(layout), _cut(job, layout), shape_of(model)
+    tokens, cut, shape = job.tokens(layout), _cut(job, layout), job.shape
     hidden = model.hidden_size
     if layout.activation_checkpointing == "full":
         return c * cut * hidden
@@ -167,7 +167,7 @@ def kept_bytes(job: Job, layout: PlannedLayout) -> float:
 def transient_bytes(job: Job, layout: PlannedLayout, stages: RankStages) -> float:
     """What one block's backward pass, or the head, has beside what is kept."""
     model, c, tp = job.model, job.compute_bytes, layout.tp
-    tokens, hidden, shape = job.tokens(layout), model.hidden_size, shape_of(model)
+    tokens, hidden, shape = job.tokens(layout), model.hidden_size, job.shape
     gathered = tokens * hidden if tp > 1 else 0
     inner = shape.up_matrices * tokens * model.ffn_size / tp
     backward = c * (inner + _cut(job, layout) * hidden + gathered)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from mcp_parallel.config import ModelConfig, Schedule
+from mcp_parallel.config import Schedule
 from mcp_parallel.layout import Layout, split_layers
 from mcp_parallel.planner.layouts import PlannedLayout
-from mcp_parallel.planner.shape import shape_of
+from mcp_parallel.planner.shape import Shape
 
 
 class RankStages(NamedTuple):
@@ -48,15 +48,13 @@ def _rank_stages(
     return tuple(found)
 
 
-def rank_parameters(model: ModelConfig, stages: RankStages, tp: int) -> float:
+def rank_parameters(shape: Shape, stages: RankStages, tp: int) -> float:
     """Elements on one of the tp ranks of a pipeline rank."""
-    shape = shape_of(model)
-    return stages.layers * shape.block.on_rank(tp) + end_parameters(model, stages, tp)
+    return stages.layers * shape.block.on_rank(tp) + end_parameters(shape, stages, tp)
 
 
-def end_parameters(model: ModelConfig, stages: RankStages, tp: int) -> float:
+def end_parameters(shape: Shape, stages: RankStages, tp: int) -> float:
     """Of them those of embedding, last norm and head."""
-    shape = shape_of(model)
     held = stages.has_embedding * shape.embedding.on_rank(tp)
     held += stages.has_head * shape.head.on_rank(tp)
     return held - (stages.has_embedding and stages.has_head) * shape.tied / tp
