@@ -14,7 +14,7 @@ not to be what was written, after the step was given up and a checkpoint written
 DIVERGED = 3
 """The loss or a gradient left the finite numbers."""
 STOPPED = 4
-"""Ended by a signal, after the step was finished and a checkpoint written."""
+"""Ended by a signal, after the step was finished and a checkpoint written, or before the first."""
 
 
 class ConfigError(ValueError):

@@ -297,6 +297,23 @@ def test_a_run_that_is_interrupted_saves_and_goes_on_where_it_was(tmp_path):
     assert [row["step"] for row in rows(folder)] == list(range(1, done + 2))
 
 
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_run_stopped_before_its_first_step_leaves_its_folder_free(tmp_path, capsys, has_stepped):
+    folder = RunFolder(tmp_path)
+
+    def interrupted():
+        with train._opened_run(Config(), RunOptions(run_dir=tmp_path, as_json=False)):
+            assert folder.holds_run()
+            folder.metrics_file.write_text('{"step": 1}\n' if has_stepped else "")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert folder.holds_run() == has_stepped
+    assert folder.config_file.exists() == has_stepped
+    assert ("nothing was saved" in capsys.readouterr().err) == (not has_stepped)
+
+
 # ---------------------------------------------------------------- torchrun
 
 

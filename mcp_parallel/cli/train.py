@@ -21,7 +21,7 @@ from mcp_parallel.cli.arguments import (
 )
 from mcp_parallel.config import Config
 from mcp_parallel.data.sources import anchored
-from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, ConfigError
+from mcp_parallel.errors import BAD_CONFIG, DIVERGED, OK, STOPPED, ConfigError
 from mcp_parallel.launch.start import RunStart, choose_folder, find_start
 from mcp_parallel.launch.variables import own_cuts, under_torchrun, wanted_timeout_s
 from mcp_parallel.layout import Layout
@@ -137,7 +137,6 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
     folder.create()
     with folder.lock():
         start = find_start(config, folder)
-        is_new = not folder.holds_run()
         folder.write_config(_anchored(config).to_yaml())
         for note in host_notes(config, own_cuts()):
             sys.stderr.write(f"slow on these hosts: {note}\n")
@@ -149,9 +148,10 @@ def _opened_run(config: Config, options: RunOptions) -> Iterator[tuple[RunFolder
         try:
             yield folder, start
         except ConfigError:
-            # What was refused before its first step is no run, and does not refuse the next one.
-            if is_new and not folder.metrics_file.exists():
-                folder.config_file.unlink(missing_ok=True)
+            folder.forget_start()
+            raise
+        except KeyboardInterrupt:  # before ranks are there, who would end their step first
+            _forget_unless_stepped(folder)
             raise
 
 
@@ -222,12 +222,21 @@ def _headline(config: Config, folder: RunFolder, start: RunStart) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _forget_unless_stepped(folder: RunFolder) -> None:
+    """A run stopped before its first step says that it is none."""
+    if not folder.holds_steps():
+        folder.forget_start()
+        sys.stderr.write("stopped before the first step: nothing was saved, start it again\n")
+
+
 def _report(folder: RunFolder, start: RunStart, status: int, options: RunOptions) -> int:
     """With ``--json`` print the outcome; returns ``status``.
 
     ``status``, ``run_dir``, ``last`` record, and after a divergence ``last_good``, the checkpoint
     to go on from (null when there is none).
     """
+    if status == STOPPED:
+        _forget_unless_stepped(folder)
     if options.as_json:
         rows = folder.metrics_file.read_text().splitlines() if folder.metrics_file.exists() else []
         last = json.loads(rows[-1]) if rows else None

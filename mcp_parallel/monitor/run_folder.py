@@ -73,6 +73,17 @@ class RunFolder:
             path.exists() for path in (self.config_file, self.metrics_file, self.checkpoints_dir)
         )
 
+    def holds_steps(self) -> bool:
+        """Whether a run that was started here did a step."""
+        has_rows = self.metrics_file.exists() and self.metrics_file.stat().st_size > 0
+        return has_rows or self.checkpoints_dir.exists()
+
+    def forget_start(self) -> None:
+        """Take back a run that did no step, so that the folder does not refuse the next one."""
+        if not self.holds_steps():
+            self.config_file.unlink(missing_ok=True)
+            self.metrics_file.unlink(missing_ok=True)
+
     def create(self) -> None:
         """Make the folder and those above it.
 
