@@ -244,13 +244,18 @@ class BlockPass:
         self._weight("w2", product, d_y, give)
         ledger.drop(product, d_y)
         self._forget("product")
-        gate, up = self._restore("gate", inner), self._restore("up", inner)
-        d_gate, d_up = self._new(inner), self._new(inner)
-        ledger.drop(gate, up, d_product)
-        self._forget("gate", "up")
-        d_n2 = self._column_backward("n2", [("w3", d_up), ("w1", d_gate)], give)
+        d_n2 = self._column_backward("n2", self._gate_backward(d_product), give)
         d_x2 = self._norm_backward("2", d_n2, d_x3, give)
         return self._attention_backward(d_x2, give)
+
+    def _gate_backward(self, d_product: Memory) -> list[tuple[str, Memory]]:
+        """Gradients of what the matrices up gave, by their weights; takes over ``d_product``."""
+        inner = self.sizes.tokens * self.sizes.ffn
+        gate, up = self._restore("gate", inner), self._restore("up", inner)
+        d_gate, d_up = self._new(inner), self._new(inner)
+        self.ledger.drop(gate, up, d_product)
+        self._forget("gate", "up")
+        return [("w3", d_up), ("w1", d_gate)]
 
     def _attention_backward(self, d_x2: Memory, give: GiveGradient) -> Memory:
         s, ledger = self.sizes, self.ledger

@@ -53,25 +53,12 @@ class ImageBlockPass(BlockPass):
         ledger.drop(y, x2)
         return x3
 
-    def backward(self, d_x3: Memory, give: GiveGradient) -> Memory:
-        """See ``BlockPass.backward``."""
-        if self.keeping.policy == "full":
-            self._recompute()
-        ledger, inner = self.ledger, self.sizes.tokens * self.sizes.ffn
-
-        d_y = self._gathered_gradient(d_x3)
-        product = self._restore("product", inner)
-        d_product = self._new(inner)
-        self._weight("w2", product, d_y, give)
-        ledger.drop(product, d_y)
-        self._forget("product")
-        u = self._restore("u", inner)
-        d_u = self._new(inner)
-        ledger.drop(u, d_product)
+    def _gate_backward(self, d_product: Memory) -> list[tuple[str, Memory]]:
+        inner = self.sizes.tokens * self.sizes.ffn
+        u, d_u = self._restore("u", inner), self._new(inner)
+        self.ledger.drop(u, d_product)
         self._forget("u")
-        d_n2 = self._column_backward("n2", [("w1", d_u)], give)
-        d_x2 = self._norm_backward("2", d_n2, d_x3, give)
-        return self._attention_backward(d_x2, give)
+        return [("w1", d_u)]
 
     def _weight(self, weight: str, x: Memory, d_y: Memory, give: GiveGradient) -> None:
         super()._weight(weight, x, d_y, give)
