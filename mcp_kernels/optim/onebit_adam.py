@@ -205,7 +205,7 @@ class OneBitAdam(torch.optim.Optimizer):
         if self._is_built:
             try:
                 self._build()
-            except Exception:
+            except Exception:  # whatever is wrong with the group, the optimizer stays what it was
                 self.param_groups.pop()
                 raise
 

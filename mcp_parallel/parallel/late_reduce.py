@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from mcp_kernels.spans import communication
+from mcp_parallel.parallel.seen_waits import SeenReduceScatter
 from mcp_parallel.parallel.shards import local_part
 
 # Whole gradients of a block wait in memory while they travel. Two keep a link busy: one is under
@@ -73,8 +73,8 @@ class LateReductions:
             module.add_earlier()
 
 
-class LateReduceScatter(DefaultReduceScatter):
-    """What ``fully_shard`` calls to sum the gradients of one module."""
+class LateReduceScatter(SeenReduceScatter):
+    """A sum that nobody waits for where it is started."""
 
     def __init__(self, all_of_stage: LateReductions, parameters: Sequence[nn.Parameter]) -> None:
         self._all = all_of_stage
@@ -101,8 +101,7 @@ class LateReduceScatter(DefaultReduceScatter):
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None
         self._all.make_room()
-        with communication("sum of a block's gradients"):
-            work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op=True)
         self._all.add(self, work, input_tensor)
         return work
 

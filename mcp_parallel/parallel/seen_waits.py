@@ -23,7 +23,7 @@ from mcp_kernels.spans import communicates, communication
 def see_waits(module: FSDPModule) -> None:
     """Put ``module``'s gathering of weights and sums of gradients into spans, on ranks of CPUs."""
     module.set_custom_all_gather(_SeenAllGather())
-    module.set_custom_reduce_scatter(_SeenReduceScatter())
+    module.set_custom_reduce_scatter(SeenReduceScatter())
 
 
 class _SeenAllGather(DefaultAllGather):
@@ -39,7 +39,9 @@ class _SeenAllGather(DefaultAllGather):
         return None if work is None else _SeenWork(work)
 
 
-class _SeenReduceScatter(DefaultReduceScatter):
+class SeenReduceScatter(DefaultReduceScatter):
+    """What ``fully_shard`` calls to sum the gradients of one module."""
+
     @communicates("sum of a block's gradients")
     def __call__(
         self,
@@ -49,6 +51,7 @@ class _SeenReduceScatter(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work:
+        """Start the sum, and wait for it unless ``async_op``."""
         return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
