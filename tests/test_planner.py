@@ -225,6 +225,8 @@ def test_targets_of_the_validation():
     assert judged.rank_correlation >= 0.9
     # A trainer that checkpoints some blocks fills a card to the limit, within rounding.
     assert summarize(rows).most_memory <= USABLE + 1e-9
+    dense = summarize([row for row in rows if row.run.table in "AB"])
+    assert dense.found_held >= 0.75 * dense.rows
     # Four of five where the experiment fixed something; where that leaves a choice, three of four.
     everything = summarize(rows)
     assert everything.found_held >= 0.8 * everything.rows
