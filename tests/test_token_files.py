@@ -65,6 +65,15 @@ def test_a_token_file_that_cannot_be_used_is_refused_before_any_process(
     assert_ways_out(config)
 
 
+def test_the_folder_of_a_token_file_is_not_taken_for_text(tmp_path):
+    put_tokens(f"{tmp_path}")
+    config = config_of(data__path=f"{tmp_path}/", model__vocab_size=300, model__seq_len=16)
+    [problem] = find_problems(config)
+    assert "data.path must end in /tokens.bin where mcp-parallel data made" in str(problem)
+    assert f"use data.path = {tmp_path}/tokens.bin" in str(problem)
+    assert_ways_out(config)
+
+
 def test_all_needs_an_index(tmp_path):
     np.arange(256, dtype="<u2").tofile(tmp_path / "own.bin")
     config = config_of(data__path=str(tmp_path / "own.bin"), data__verify="all")

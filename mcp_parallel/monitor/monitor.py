@@ -175,7 +175,7 @@ class Monitor:
             OK: ("done", self._after_training(folder, resume)),
             STOPPED: ("stopped, checkpoint written", resume),
             BAD_CONFIG: ("ended: the data is not what was written", resume),
-            FAILED: ("ended: the data cannot be read", resume),
+            FAILED: ("ended: a file could not be read or written", resume),
             DIVERGED: (f"diverged (loss or gradient is not finite{self._at_loss_scale()})", ""),
         }.get(status, (f"ended with status {status}", resume))
         way_on = [f"next: {advice}"]

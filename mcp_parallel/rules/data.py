@@ -67,6 +67,11 @@ def _source_problems(config: Config, source: Source) -> Iterator[Problem]:
         if kind == "tokens":
             yield from _token_file_problems(config, source, location)
             return
+        if kind == "folder" and all((location / n).exists() for n in (INDEX_FILE, TOKENS_FILE)):
+            # Its text files are the index and the tokenizer: nobody means to train on them.
+            rule = f"end in /{TOKENS_FILE} where mcp-parallel data made the folder"
+            yield _problem(source, rule, shown(path), f"{path.rstrip('/')}/{TOKENS_FILE}")
+            return
         if kind == "folder":
             tokens = _total(files.text_files(location), config.model.seq_len)
         else:
@@ -209,8 +214,10 @@ def _default(source: Source) -> tuple[Mapping[str, Any], ...]:
     return ({source.key: None},)
 
 
-def _problem(source: Source, rule: str, got: str) -> Problem:
-    return Problem(f"data must {rule}", source.key, rule, got, _default(source))
+def _problem(source: Source, rule: str, got: str, path: str | None = None) -> Problem:
+    """Of a source's path, which ``path`` would mend; None is the way out that always does."""
+    ways = _default(source) if path is None else ({source.key: path},)
+    return Problem(f"data must {rule}", source.key, rule, got, ways)
 
 
 def resume_problems(config: Config) -> Iterator[Problem]:
