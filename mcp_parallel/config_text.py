@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from mcp_parallel.errors import ConfigError, shown
+from mcp_parallel.errors import ConfigError, shown, shown_path
 
 # The largest config we write is 2 KB. PyYAML parses about 100 KB a second, and a config must be
 # refused in well under two.
@@ -181,7 +181,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: no such file, too large, not text, not YAML or TOML, or not a mapping.
     """
-    name = shown(str(path))
+    name = shown_path(path)
     suffix = Path(path).suffix.lower()
     if suffix not in (".yaml", ".yml", ".toml"):
         raise ConfigError([f"config: file must end in .yaml, .yml or .toml, got {name}; rename it"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
+
+_PATH_MAX = 4096
+"""Linux's limit, in bytes."""
 
 OK = 0
 """Done."""
@@ -49,14 +53,27 @@ class ConfigError(ValueError):
 
 def shown(value: object) -> str:
     """``value`` as an error message prints it: ASCII, one line, at most 80 characters."""
+    text = spelled(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def spelled(value: object) -> str:
+    """``value`` as a message prints what the reader is to write: ASCII, one line, never cut."""
     if isinstance(value, bool) or value is None:
-        text = {True: "true", False: "false", None: "null"}[value]
-    elif isinstance(value, int) and value.bit_length() > 200:
+        return {True: "true", False: "false", None: "null"}[value]
+    if isinstance(value, int) and value.bit_length() > 200:
         # str() of a huge integer is quadratic, and refused above 4300 digits.
         return f"an integer of {value.bit_length()} bits"
-    else:
-        text = ascii(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return ascii(value)
+
+
+def shown_path(path: str | os.PathLike[str] | None) -> str:
+    """A path or URL as an error message prints it: whole, for its end tells one from another.
+
+    What no system takes for a path is cut as any other value is.
+    """
+    text = None if path is None else os.fspath(path)
+    return shown(text) if text is None or len(text) > _PATH_MAX else ascii(text)
 
 
 def joined(values: Iterable[object], last: str = "or") -> str:

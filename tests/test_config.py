@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from pathlib import Path
 
 import pytest
 from configs import problem_of, problems_of
 
 from mcp_parallel.config import Config, ModelConfig
-from mcp_parallel.errors import ConfigError, joined, shown
+from mcp_parallel.errors import ConfigError, joined, shown, shown_path, spelled
 from mcp_parallel.presets import PRESETS
 
 # --- presets and defaults ------------------------------------------------------------------------
@@ -293,4 +294,12 @@ def test_values_are_shown_on_one_short_ascii_line():
     assert shown(None) == "null"
     assert len(shown("x" * 1000)) == 80
     assert shown(10**5000) == "an integer of 16610 bits"
+    assert spelled("x" * 1000) == f"'{'x' * 1000}'"
+    assert spelled(10**5000) == shown(10**5000)
     assert [joined(range(n)) for n in range(4)] == ["", "0", "0 or 1", "0, 1 or 2"]
+
+
+def test_paths_are_shown_whole_unless_they_are_none():
+    assert shown_path(Path("/caf\u00e9") / ("x" * 200)) == rf"'/caf\xe9/{'x' * 200}'"
+    assert shown_path(None) == "null"
+    assert len(shown_path("x" * 10_000)) == 80

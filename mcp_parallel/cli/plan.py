@@ -22,7 +22,7 @@ from mcp_parallel.cli.arguments import (
 )
 from mcp_parallel.config import Config
 from mcp_parallel.division import microbatch_counts, stage_layers
-from mcp_parallel.errors import OK, ConfigError, joined, shown
+from mcp_parallel.errors import OK, ConfigError, joined, shown, shown_path
 from mcp_parallel.layout import Layout
 from mcp_parallel.planner.balance import modelled_costs, stage_factors
 from mcp_parallel.planner.hardware import HARDWARE, Hardware
@@ -161,9 +161,9 @@ def _draw(args: argparse.Namespace) -> int:
     try:
         Path(args.draw).write_bytes(as_png(timeline))
     except OSError as error:
-        raise ConfigError(
-            [f"plan: --draw must name a file that can be written, got {shown(args.draw)} ({error})"]
-        ) from error
+        got = f"{shown_path(args.draw)} ({error.strerror})"
+        problem = f"plan: --draw must name a file that can be written, got {got}; choose another"
+        raise ConfigError([problem]) from error
     text = json.dumps(to_mapping(timeline)) if options.as_json else as_text(timeline)
     sys.stdout.write(f"{text}\n")
     if not options.as_json:

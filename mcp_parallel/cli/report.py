@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mcp_parallel.errors import OK, ConfigError, shown
+from mcp_parallel.errors import OK, ConfigError, shown_path
 from mcp_parallel.report.document import build_document
 from mcp_parallel.report.render import as_html
 from mcp_parallel.report.runs import read_run
@@ -76,7 +76,7 @@ def write_page(path: Path, page: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             temporary.unlink(missing_ok=True)
         why = getattr(error, "strerror", None) or str(error)
-        problem = f"report: --out must name a file that can be written, got {shown(str(path))} "
+        problem = f"report: --out must name a file that can be written, got {shown_path(path)} "
         raise ConfigError([f"{problem}({why}); choose another"]) from error
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
-from mcp_parallel.errors import shown
+from mcp_parallel.errors import shown, shown_path
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ def url_problem(url: str) -> tuple[str, str] | None:
     if protocol in registry:
         return None
     if protocol not in known_implementations:
-        return "be a URL that fsspec knows, such as s3:// or hdfs://", shown(url)
+        return "be a URL that fsspec knows, such as s3:// or hdfs://", shown_path(url)
     package = str(known_implementations[protocol]["class"]).partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return f"have {package} installed for {protocol}:// (pip install {package})", "none"

@@ -11,7 +11,7 @@ from mcp_parallel.config import TABLES, Config
 from mcp_parallel.config_schema import table_items
 from mcp_parallel.config_text import read_config_file
 from mcp_parallel.division import MEASURED
-from mcp_parallel.errors import ConfigError, shown
+from mcp_parallel.errors import ConfigError, shown_path
 from mcp_parallel.monitor.run_folder import RunFolder
 from mcp_parallel.report.series import Series, parse_row, read_series
 
@@ -52,13 +52,13 @@ def read_run(path: Path) -> Run:
         kind = "a folder without a run" if path.is_dir() else "no folder"
         problem = (
             f"report: RUN must be the folder of a run (config.yaml, metrics.jsonl), got {kind} at "
-            f"{shown(str(path))}; name one that train wrote, such as runs/tiny-1"
+            f"{shown_path(path)}; name one that train wrote, such as runs/tiny-1"
         )
         raise ConfigError([problem])
     try:
         return _read(folder)
     except OSError as error:
-        name = shown(str(error.filename or path))
+        name = shown_path(error.filename or path)
         raise ConfigError(
             [f"report: RUN must be readable, got {error.strerror} for {name}; fix that"]
         ) from error

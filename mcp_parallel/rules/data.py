@@ -12,7 +12,7 @@ from mcp_parallel.config import Config
 from mcp_parallel.data import files, storage
 from mcp_parallel.data.prepare.index import INDEX_FILE, TOKENS_FILE, Index, TokenFileError
 from mcp_parallel.data.sources import Source, named_sources
-from mcp_parallel.errors import shown
+from mcp_parallel.errors import shown_path
 from mcp_parallel.rules.mixture import mixture_problems
 from mcp_parallel.rules.problem import Problem
 
@@ -39,7 +39,7 @@ def _problems_of(config: Config, source: Source) -> Iterator[Problem]:
     try:
         yield from _source_problems(config, source)
     except OSError as error:
-        name = shown(error.filename or source.path)
+        name = shown_path(error.filename or source.path)
         yield _problem(source, "be readable", f"{error.strerror or 'an error'} for {name}")
 
 
@@ -48,7 +48,7 @@ def _source_problems(config: Config, source: Source) -> Iterator[Problem]:
     if path is None:
         tokens = _total(files.stdlib_files(), config.model.seq_len)
         if tokens == 0:
-            name = shown(str(files.stdlib_folder()))
+            name = shown_path(files.stdlib_folder())
             rule = "be given where Python has no library source"
             yield _problem(source, rule, f"null and no *.py in {name}")
     else:
@@ -57,10 +57,10 @@ def _source_problems(config: Config, source: Source) -> Iterator[Problem]:
             yield from _url_problems(source, path)
             return
         if not path or kind == "missing":
-            yield _problem(source, "name a file or folder that exists", shown(path))
+            yield _problem(source, "name a file or folder that exists", shown_path(path))
             return
         if kind == "special":
-            got = f"{shown(path)}, a device, socket or pipe"
+            got = f"{shown_path(path)}, a device, socket or pipe"
             yield _problem(source, "name a file or a folder", got)
             return
         location = storage.local_path(path)
@@ -70,20 +70,20 @@ def _source_problems(config: Config, source: Source) -> Iterator[Problem]:
         if kind == "folder" and all((location / n).exists() for n in (INDEX_FILE, TOKENS_FILE)):
             # Its text files are the index and the tokenizer: nobody means to train on them.
             rule = f"end in /{TOKENS_FILE} where mcp-parallel data made the folder"
-            yield _problem(source, rule, shown(path), f"{path.rstrip('/')}/{TOKENS_FILE}")
+            yield _problem(source, rule, shown_path(path), f"{path.rstrip('/')}/{TOKENS_FILE}")
             return
         if kind == "folder":
             tokens = _total(files.text_files(location), config.model.seq_len)
         else:
             if not files.is_text(location):
-                got = f"{shown(path)} with NUL bytes"
+                got = f"{shown_path(path)} with NUL bytes"
                 yield _problem(source, "be text (or end in .bin)", got)
                 return
             tokens = location.stat().st_size
     if tokens:
         yield from _length_problems(config, source, tokens)
     elif path is not None:
-        yield _problem(source, "hold some text", f"{shown(path)} with none")
+        yield _problem(source, "hold some text", f"{shown_path(path)} with none")
     if vocab_size < 256:
         yield Problem(
             "vocab_size of bytes",
@@ -101,7 +101,7 @@ def _url_problems(source: Source, url: str) -> Iterator[Problem]:
         yield _problem(source, *problem)
     elif url.rpartition("/")[2] != TOKENS_FILE:
         rule = f"end in /{TOKENS_FILE} where it is a URL, as mcp-parallel data --out URL writes it"
-        yield _problem(source, rule, shown(url))
+        yield _problem(source, rule, shown_path(url))
 
 
 def _total(corpus: Iterator[files.TextFile], seq_len: int) -> int:
@@ -119,7 +119,7 @@ def _length_problems(config: Config, source: Source, tokens: int) -> Iterator[Pr
     needed = seq_len + 1 if source.is_trained_on else 2
     if tokens >= needed:
         return
-    name = "the default text" if source.path is None else shown(source.path)
+    name = "the default text" if source.path is None else shown_path(source.path)
     rule = f"seq_len + 1 = {needed}" if source.is_trained_on else "2"
     yield Problem(
         "data too short",
@@ -133,7 +133,7 @@ def _length_problems(config: Config, source: Source, tokens: int) -> Iterator[Pr
 
 
 def _token_file_problems(config: Config, source: Source, path: Path) -> Iterator[Problem]:
-    size, name = path.stat().st_size, shown(source.path)
+    size, name = path.stat().st_size, shown_path(source.path)
     assert source.path is not None
     if has_index(source.path):
         yield from _indexed_problems(config, source, path, size)
@@ -168,7 +168,7 @@ def _token_file_problems(config: Config, source: Source, path: Path) -> Iterator
 
 def _indexed_problems(config: Config, source: Source, path: Path, size: int) -> Iterator[Problem]:
     """A token file that is not what its index says, or of a vocabulary that the model lacks."""
-    name = shown(source.path)
+    name = shown_path(source.path)
     try:
         index = Index.read(path.parent)
     except TokenFileError:
@@ -229,6 +229,6 @@ def resume_problems(config: Config) -> Iterator[Problem]:
         "resume",
         "checkpoint.resume",
         "be never, auto or a checkpoint folder that exists",
-        shown(resume),
+        shown_path(resume),
         ({"checkpoint.resume": "auto"}, {"checkpoint.resume": "never"}),
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any
 
-from mcp_parallel.errors import joined, shown
+from mcp_parallel.errors import joined, spelled
 
 MAX_WAYS = 3
 """A message names the nearest few choices, not all of them."""
@@ -47,7 +47,7 @@ def _in_words(ways: tuple[Mapping[str, Any], ...]) -> str:
 
 
 def _plain(value: Any) -> str:
-    text = shown(value)
+    text = spelled(value)
     return text[1:-1] if isinstance(value, str) and " " not in value else text
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from mcp_parallel.data import storage
 from mcp_parallel.data.files import kind_of, walk
-from mcp_parallel.errors import shown
+from mcp_parallel.errors import shown_path
 
 JSON_LINES, PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 # What writers of many files leave beside them.
@@ -64,15 +64,15 @@ def find_sources(source: str, out: str | None = None) -> tuple[list[Shard], list
     if own is not None:
         if not own:
             raise SourceError(
-                f"data: --out must be another folder than SOURCE, got {shown(out)} for both, where "
-                "the next run would read tokens as text; use a folder beside it"
+                f"data: --out must be another folder than SOURCE, got {shown_path(out)} for both, "
+                "where the next run would read tokens as text; use a folder beside it"
             )
         found = [shard for shard in found if not shard.name.startswith(f"{own}/")]
         hidden = [name for name in hidden if not name.startswith(f"{own}/")]
     if sum(shard.size for shard in found) == 0:
         left_out = f" but {len(hidden)} files that are hidden or no files" if hidden else ""
         raise SourceError(
-            f"data: SOURCE must hold some text, got {shown(source)} with none{left_out}; give "
+            f"data: SOURCE must hold some text, got {shown_path(source)} with none{left_out}; give "
             "another file or folder"
         )
     return found, hidden
@@ -96,7 +96,7 @@ def _local(source: str) -> tuple[list[Shard], list[str]]:
     if kind != "folder":
         raise SourceError(
             "data: SOURCE must be a text, .jsonl or .parquet file or a folder of them, got "
-            f"{shown(source)}; give one that exists"
+            f"{shown_path(source)}; give one that exists"
         )
     names = [f"{directory}/{file}"[len(str(path)) + 1 :] for directory, file in walk(path)]
     names = [name for name in names if name.rpartition("/")[2] not in _MARKERS]
