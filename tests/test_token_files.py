@@ -66,11 +66,14 @@ def test_a_token_file_that_cannot_be_used_is_refused_before_any_process(
 
 
 def test_the_folder_of_a_token_file_is_not_taken_for_text(tmp_path):
-    put_tokens(f"{tmp_path}")
-    config = config_of(data__path=f"{tmp_path}/", model__vocab_size=300, model__seq_len=16)
+    # Longer than a value is shown: the path to write is there to be copied.
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    put_tokens(f"{folder}")
+    config = config_of(data__path=f"{folder}/", model__vocab_size=300, model__seq_len=16)
     [problem] = find_problems(config)
     assert "data.path must end in /tokens.bin where mcp-parallel data made" in str(problem)
-    assert f"use data.path = {tmp_path}/tokens.bin" in str(problem)
+    assert f"got '{folder}/'; use data.path = {folder}/tokens.bin" in str(problem)
     assert_ways_out(config)
 
 
