@@ -18,12 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import _C
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mcp_kernels._transforms import function_of, refuse_jvp, sample_by_sample
 
 NAMESPACE = "mcp_kernels"
 
@@ -84,6 +86,8 @@ def define_op(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     vmap: Callable[..., Any] | None = None,
+    under_transforms: Callable[..., Any] | None = None,
+    no_gradient: str = "",
     tags: Sequence[torch.Tag] = (),
     general: General | None = None,
 ) -> OpDefinition:
@@ -97,7 +101,11 @@ def define_op(
         backward: ``backward(ctx, *grads) -> input grads``, as ``torch.library.register_autograd``.
         setup_context: ``setup_context(ctx, inputs, output)``, saves what ``backward`` needs.
         vmap: ``vmap(info, in_dims, *args) -> (outputs, out_dims)``, as
-            ``torch.library.register_vmap``.
+            ``torch.library.register_vmap``; None calls the op sample by sample.
+        under_transforms: what torch.func calls in place of an op with a backward, where it takes
+            lists, which no ``autograd.Function`` follows; None makes it.
+        no_gradient: the way out of an op that has no backward and refuses, in words, inputs that
+            ask for one; without it such an op cuts the graph as ``detach`` does.
         tags: ``torch.Tag`` values for the op.
         general: a body that goes before the reference on every device.
 
@@ -116,13 +124,15 @@ def define_op(
     _library.impl(name, _anywhere(definition), "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{name}"
     torch.library.register_fake(qualified, fake, lib=_library)
+    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    rule = vmap or sample_by_sample(op)
+    torch.library.register_vmap(qualified, rule, lib=_library)
     if backward is not None:
-        _register_autograd(name, backward, setup_context)
-    if vmap is not None:
-        torch.library.register_vmap(qualified, vmap, lib=_library)
-        if backward is not None:
-            under_transforms = _function_of(name, backward, setup_context, vmap)
-            _library.impl(name, under_transforms, "FuncTorchDynamicLayerFrontMode")
+        _register_autograd(op, backward, setup_context)
+        transformed = under_transforms or function_of(name, op, backward, setup_context, rule)
+        _library.impl(name, transformed, "FuncTorchDynamicLayerFrontMode")
+    elif no_gradient:
+        _library.impl(name, _make_refusing_body(op, no_gradient), "Autograd", with_keyset=True)
     definitions[name] = definition
     return definition
 
@@ -140,9 +150,11 @@ def _anywhere(definition: OpDefinition) -> Callable[..., Any]:
 
 
 def _register_autograd(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None
+    op: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
 ) -> None:
-    op = getattr(getattr(torch.ops, NAMESPACE), name).default
+    name = op._opname
     body = _make_autograd_body(op, backward, setup_context)
     if body is not None:
         _library.impl(name, body, "Autograd", with_keyset=True)
@@ -215,6 +227,25 @@ def _make_autograd_body(
     return body
 
 
+def _make_refusing_body(op: torch._ops.OpOverload, way_out: str) -> Callable[..., Any]:
+    """What stands above an op without a derivative; it sees every transform, one at a time."""
+    names = [argument.name for argument in op._schema.arguments]
+
+    def body(keyset: _C.DispatchKeySet, *args: Any) -> Any:
+        _refuse_tangents(op._opname, args)
+        if _C.is_grad_enabled():
+            for name, arg in zip(names, args, strict=False):
+                if isinstance(arg, torch.Tensor) and arg.requires_grad:
+                    raise RuntimeError(
+                        f"{op._opname}: {name} must not require grad, the op has no backward, got "
+                        f"one that does; {way_out}"
+                    )
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+    return body
+
+
 def call(op: torch._ops.OpOverload, *args: Any) -> Any:
     """``op(*args)``, straight to the body below autograd where no gradient can be wanted.
 
@@ -233,40 +264,7 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
         return
     for arg in args:
         if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            _refuse_jvp(name)
-
-
-def _refuse_jvp(name: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{name}: inputs must have no tangent, the op has no forward-mode derivative; use reverse "
-        "mode: torch.autograd.grad, torch.func.vjp, grad or jacrev (twice for a Hessian)"
-    )
-
-
-def _function_of(
-    name: str,
-    backward: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
-    vmap: Callable[..., Any],
-) -> Callable[..., Any]:
-    """The op as torch.func's transforms take it; called before any of them, and by none outside.
-
-    What ``register_autograd`` makes is a ``Function`` without ``setup_context``, which torch itself
-    refuses as soon as one transform lies within another: ``vmap(grad(f))``.
-    """
-
-    def forward(*args: Any) -> Any:
-        return getattr(torch.ops.mcp_kernels, name)(*args)
-
-    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
-        _refuse_jvp(name)
-
-    members = {"forward": forward, "backward": backward, "vmap": vmap, "jvp": jvp}
-    if setup_context is not None:
-        members["setup_context"] = setup_context
-    namespace = {key: staticmethod(value) for key, value in members.items()}
-    function = type(f"TransformsOf_{name}", (torch.autograd.Function,), namespace)
-    return function.apply
+            refuse_jvp(name)
 
 
 def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,7 +18,11 @@ MAX_LINES = 400
 FORBIDDEN = {
     "mcp_kernels/": ["mcp_parallel", "tests", "bench", "pickle", "dill", "cloudpickle"],
     "mcp_kernels/ops/": ["mcp_kernels.nn", "mcp_kernels.optim"],
-    "mcp_kernels/_op.py": ["mcp_kernels"],
+    "mcp_kernels/_op.py": [
+        *("mcp_kernels.ops", "mcp_kernels.nn", "mcp_kernels.optim"),
+        *("mcp_kernels.shm", "mcp_kernels.symmetric", "mcp_kernels.triton"),
+    ],
+    "mcp_kernels/_transforms.py": ["mcp_kernels"],
     "mcp_parallel/": ["tests", "bench", "pickle", "dill", "cloudpickle"],
     # What a command checks before any process starts must answer in under a second.
     "mcp_parallel/config.py": ["torch", "numpy"],

@@ -107,7 +107,7 @@ def test_opcheck(case: Case, dropout_p: float) -> None:
     options = (0.7, left, 0 if kwargs.get("causal") else right, False, 1.1, dropout_p)
     slopes = None if case.alibi is None else kwargs["alibi_slopes"].view(1, -1)
     bias = None if case.bias is None else kwargs["bias"].detach()[None].requires_grad_()
-    rng = make_rng(dropout_p, torch.device("cpu"))
+    rng = make_rng("flash_attn", dropout_p, torch.device("cpu"))
     args = (*leaves[:3], bias, slopes, kwargs.get("sink"), rng, *options)
     ops = torch.ops.mcp_kernels
     torch.library.opcheck(ops.flash_attn.default, args)

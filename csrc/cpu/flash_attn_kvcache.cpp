@@ -1,5 +1,6 @@
 // flash_attn_kvcache on CPU: new keys are rotated and written into the cache, then each entry's
 // keys are read where they lie, in a row of the cache or in pages that a block table names.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -75,6 +76,13 @@ Cache find_entries(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache
   const std::vector<int64_t> lengths = integers("cache_seqlens", cache_seqlens, batch);
   const std::vector<int64_t> index = integers("cache_batch_idx", batch_idx, batch);
   const std::vector<int64_t> starts = integers("cache_leftpad", leftpad, batch);
+  if (num_new > 0) {
+    std::vector<int64_t> sorted = index;
+    std::sort(sorted.begin(), sorted.end());
+    const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+    check_value(twice == sorted.end(), "cache_batch_idx must name no entry twice with k, got ",
+                twice == sorted.end() ? 0 : *twice, " twice");
+  }
   OptionalTensor table;
   if (block_table) {
     STD_TORCH_CHECK(block_table->dim() == 2 && block_table->size(0) == batch &&

@@ -122,6 +122,20 @@ class TensorParallelLayer(nn.Module):
         return f"ranks={ranks}, weight {describe(weight)}"
 
 
+def check_whole(owner: str, weight: Tensor, rows: int) -> None:
+    """Hold the weight of a layer without a group to the whole layer's ``rows``.
+
+    Raises:
+        ValueError: it is a part, whose group nobody knows (``torch.func.functional_call`` with local
+            tensors): what is to be summed over the ranks would not be.
+    """
+    if weight.shape[0] != rows:
+        raise ValueError(
+            f"{owner}: weight must be a DTensor or have all {rows} rows, got a plain tensor of "
+            f"{list(weight.shape)}; call the layer with its own parameters or with whole ones"
+        )
+
+
 def check_sequence(owner: str, x: Tensor, dim: int, world: int, size: int | None) -> None:
     """Hold a whole sequence to what the next layer gathers: ``size``, or equal parts without one.
 

@@ -15,17 +15,23 @@ from torch.nn.functional import embedding
 
 
 class _NarrowLookup(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.table_shape, ctx.padding_idx = table.shape, padding_idx
+    def forward(tokens: Tensor, table: Tensor, padding_idx: int | None) -> Tensor:
         return embedding(tokens, table, padding_idx)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        tokens, table, ctx.padding_idx = inputs
+        ctx.save_for_backward(tokens)
+        ctx.table_shape = table.shape
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None]:
         (tokens,) = ctx.saved_tensors
         total = torch.zeros(ctx.table_shape, dtype=torch.float32, device=grads[0].device)
-        total.index_add_(0, tokens.flatten(), grads[0].flatten(0, -2).float())
+        total = total.index_add(0, tokens.flatten(), grads[0].flatten(0, -2).float())
         if ctx.padding_idx is not None:
             total[ctx.padding_idx] = 0
         return None, total.to(grads[0].dtype), None

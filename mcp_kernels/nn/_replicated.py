@@ -34,10 +34,15 @@ def _mine(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, size: int) -> Tensor:
-        ctx.group = group
+    def forward(x: Tensor, group: ProcessGroup, size: int) -> Tensor:
         return all_gather(x, group=group, gather_dim=-1, gather_size=size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.group, _ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -45,10 +50,16 @@ class _Gather(torch.autograd.Function):
 
 
 class _Split(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group, ctx.size = group, x.shape[-1]
+    def forward(x: Tensor, group: ProcessGroup) -> Tensor:
         return _mine(x, group)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, ctx.group = inputs
+        ctx.size = x.shape[-1]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

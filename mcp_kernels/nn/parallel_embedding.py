@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.functional import pad
 from typing_extensions import Self
 
-from mcp_kernels.nn._layer import TensorParallelLayer, check_sequence
+from mcp_kernels._transforms import innermost
+from mcp_kernels.nn._layer import TensorParallelLayer, check_sequence, check_whole
 from mcp_kernels.nn._lookup import lookup
 from mcp_kernels.nn.sharding import Group, to_local
 from mcp_kernels.ops.collectives import all_reduce, reduce_scatter
@@ -124,7 +125,9 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         """
         group = self.group
         if group is None:
-            return lookup(input, self.weight, self.padding_idx)
+            table = to_local(self.weight)
+            check_whole("VocabParallelEmbedding", table, self.num_embeddings)
+            return lookup(input, table, self.padding_idx)
         if self.sequence_parallel:
             size = self.sequence_size
             check_sequence("VocabParallelEmbedding", input, -1, group.size(), size)
@@ -136,7 +139,7 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
     def _rows(self, tokens: Tensor, start: int) -> Tensor:
         """Rows of the tokens that are here, zeros for the others."""
         if not tokens.is_cuda and tokens.numel():
-            low, high = (int(t) for t in torch.aminmax(tokens))
+            low, high = (int(t) for t in torch.aminmax(innermost(tokens)))
             if low < 0 or high >= self.num_embeddings:
                 raise IndexError(
                     f"VocabParallelEmbedding: tokens must be in [0, {self.num_embeddings - 1}], "

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn.functional import linear
 from typing_extensions import Self
 
-from mcp_kernels.nn._layer import TensorParallelLayer, check_parts, check_sequence
+from mcp_kernels.nn._layer import TensorParallelLayer, check_parts, check_sequence, check_whole
 from mcp_kernels.nn._replicated import gather_features, split_features
 from mcp_kernels.nn.sharding import Group, describe, to_locals
 from mcp_kernels.ops.all_gather_matmul import all_gather_matmul
@@ -314,6 +314,8 @@ def apply_linears(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     weights, biases = _local_parameters(columns)
     group = first.group
     if group is None:
+        for layer, weight in zip(columns, weights, strict=True):
+            check_whole("ColumnParallelLinear", weight, layer.out_features)
         ys = [linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
     elif first.sequence_parallel:
         dim, size = first.sequence_dim, first.sequence_size

@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from mcp_kernels._transforms import are_active, innermost
+
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
@@ -41,6 +43,25 @@ class _ToLocal(torch.autograd.Function):
             None if grad is None else wrap(grad, spec)
             for grad, spec in zip(grads, ctx.specs, strict=True)
         )  # pyright: ignore[reportReturnType]
+
+
+class _ToLocalUnderTransforms(torch.autograd.Function):
+    """The same as torch.func takes it, which costs more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*parameters: DTensor) -> tuple[Tensor, ...]:
+        locals_ = [parameter._local_tensor for parameter in parameters]
+        return tuple(local.view_as(local) for local in locals_)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[DTensor, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.set_materialize_grads(False)
+        given: list[Any] = [innermost(parameter) for parameter in inputs]
+        ctx.specs = [parameter._spec for parameter in given]
+
+    backward = _ToLocal.backward
 
 
 def _wrap(local: Tensor, spec: Any) -> DTensor:
@@ -69,12 +90,19 @@ def to_local(parameter: Tensor) -> Tensor:
 
 
 def to_locals(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """``to_local`` of each; those that need gradients share one step of autograd."""
+    """``to_local`` of each; those that need gradients share one step of autograd.
+
+    Raises:
+        ValueError: torch.func is asked for the gradient of a DTensor.
+    """
     if torch.compiler.is_compiling():  # what the compiler can trace
         return [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     tracks = torch.is_grad_enabled()
     tracked = [p for p in parameters if tracks and isinstance(p, DTensor) and p.requires_grad]
-    views = iter(_ToLocal.apply(*tracked) if tracked else ())
+    function = _ToLocalUnderTransforms if are_active() else _ToLocal
+    if function is not _ToLocal:
+        _refuse_wrapped(parameters)
+    views = iter(function.apply(*tracked) if tracked else ())
     return [
         p
         if not isinstance(p, DTensor)
@@ -83,6 +111,16 @@ def to_locals(parameters: Sequence[Tensor]) -> list[Tensor]:
         else p._local_tensor
         for p in parameters
     ]
+
+
+def _refuse_wrapped(parameters: Sequence[Tensor]) -> None:
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor) and isinstance(innermost(parameter), DTensor):
+            raise ValueError(
+                "to_local: parameters must not be DTensors that torch.func differentiates or maps, "
+                "which know no transforms, got one; take their gradients by torch.autograd.grad, "
+                "or give torch.func the input alone"
+            )
 
 
 def as_mesh(owner: str, group: Group, device_type: str | None) -> DeviceMesh | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mcp_kernels._transforms import are_active
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import WeightGradients, deferred_weight_gradients, deferring
 from mcp_kernels.ops._linear import as_rows, linear, linear_backward
@@ -42,7 +43,7 @@ class _SplitLinear(torch.autograd.Function):
 
 def split_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``torch.nn.functional.linear`` that knows ``deferred_weight_gradients``."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or are_active() or not torch.is_grad_enabled():
         return nn.functional.linear(x, weight, bias)
     x, weight, bias = under_autocast(x, weight, bias)
     return _SplitLinear.apply(x, weight, bias)  # pyright: ignore[reportReturnType]

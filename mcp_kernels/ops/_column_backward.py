@@ -20,7 +20,7 @@ from mcp_kernels.ops._linear import as_rows
 
 SCHEMA = (
     "all_gather_matmul_backward(Tensor[] dys, Tensor[] weights, Tensor x, bool[] needs, str group,"
-    " int? gather_dim, int? gather_size, bool is_gathered) -> (Tensor dx, Tensor[] dweights)"
+    " int? gather_dim, SymInt? gather_size, bool is_gathered) -> (Tensor dx, Tensor[] dweights)"
 )
 
 

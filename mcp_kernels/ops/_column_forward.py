@@ -14,7 +14,7 @@ from mcp_kernels.ops._linear import linear
 
 SCHEMA = (
     "all_gather_matmul(Tensor x, Tensor[] weights, Tensor[] biases, str group, int? gather_dim,"
-    " int? gather_size, bool save_gathered) -> (Tensor[] ys, Tensor gathered)"
+    " SymInt? gather_size, bool save_gathered) -> (Tensor[] ys, Tensor gathered)"
 )
 
 

@@ -71,7 +71,8 @@ def linear_backward(
     dy_MN = as_rows(dy)
     dx = dw = db = None
     if needs[0] and weight is not None:
-        dx = torch.mm(dy_MN, weight).view(*dy.shape[:-1], weight.shape[1])
+        # Under torch.vmap a product need not lie in one piece.
+        dx = torch.mm(dy_MN, weight).reshape(*dy.shape[:-1], weight.shape[1])
     if needs[1] and x is not None:
         dw = torch.mm(dy_MN.t(), as_rows(x))
     if needs[2]:

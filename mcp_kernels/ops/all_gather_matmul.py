@@ -12,18 +12,22 @@ Letters: K = in features, N = out features of this rank, W = ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
+from mcp_kernels._transforms import are_active, refuse_jvp
 from mcp_kernels.ops import _column_backward, _column_forward, _comm
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
+from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.ops.collectives import replicated_gradient
+
+_BATCHED: Any = torch._C._parse_dispatch_key("Batched")
 
 
 @overload
@@ -99,7 +103,7 @@ def all_gather_matmul(
         return ys[0] if isinstance(weight, Tensor) else ys
     is_fused = len(given) == len(weights)  # else biases are added to the products
     fused = given if is_fused else []
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or are_active():
         args = (x, weights, fused, name, dim, gather_size, save_gathered)
         ys, _ = torch.ops.mcp_kernels.all_gather_matmul(*args)
     else:
@@ -165,7 +169,9 @@ def _gradients(
     if later is not None and any(needs[1]):
         _column_backward.defer(ctx, later, x, [pair for pair in pairs if needs[1][pair[0]]])
         needs = (needs[0], [False] * len(weights), needs[2])
-    if ctx.group and pairs and d_gathered is None and not torch.is_grad_enabled():
+    # Of many gradients at once (is_grads_batched) torch takes no op with lists.
+    is_one = not any(torch._C._dispatch_keys(dy).has(_BATCHED) for _, dy, _ in pairs)
+    if ctx.group and pairs and d_gathered is None and is_one and not torch.is_grad_enabled():
         return _fused_gradients(ctx, x, pairs, len(weights), needs)
     needs_dx, needs_dw, needs_db = needs
     if ctx.dim is None:
@@ -178,13 +184,13 @@ def _gradients(
     for i, dy, weight in pairs:
         dy_MN = as_rows(dy)
         if needs_dx:
-            dx = torch.mm(dy_MN, weight) if dx is None else dx.addmm_(dy_MN, weight)
+            dx = torch.mm(dy_MN, weight) if dx is None else torch.addmm(dx, dy_MN, weight)
         if needs_dw[i]:
             dws[i] = torch.mm(dy_MN.t(), as_rows(x))
         if needs_db and needs_db[i]:
             dbs[i] = dy_MN.sum(0)
     if dx is not None:
-        dx = dx.view(*pairs[0][1].shape[:-1], dx.shape[-1])
+        dx = dx.reshape(*pairs[0][1].shape[:-1], dx.shape[-1])
     if ctx.is_gathered and needs_dx and d_gathered is not None:  # only in double backward
         dx = d_gathered if dx is None else dx + d_gathered
     if ctx.group and dx is not None:
@@ -257,12 +263,66 @@ class _AllGatherMatmul(torch.autograd.Function):
         return dx, None, None, None, None, None, *dws, *dbs
 
 
+class _UnderTransforms(torch.autograd.Function):
+    """The same as torch.func takes it."""
+
+    @staticmethod
+    def forward(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        name, dim, size, save_gathered, count, *flat = rest
+        args = (x, flat[:count], flat[count:], name, dim, size, save_gathered)
+        ys, gathered = torch.ops.mcp_kernels.all_gather_matmul(*args)
+        return (*ys, gathered)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        x, name, dim, size, save_gathered, ctx.count, *flat = inputs
+        weights, biases = flat[: ctx.count], flat[ctx.count :]
+        _save(ctx, (x, weights, biases, name, dim, size, save_gathered), output[-1])
+
+    backward = _AllGatherMatmul.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_jvp("all_gather_matmul")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Result:
+        x, name, dim, size, save_gathered, count, *flat = args
+        args = (x, flat[:count], flat[count:], name, dim, size, save_gathered)
+        flat_dims = list(in_dims[6:])
+        dims = (in_dims[0], flat_dims[:count], flat_dims[count:], None, None, None, None)
+        (ys, gathered), (y_dims, gathered_dim) = _vmap(info, dims, *args)
+        return (*ys, gathered), (*y_dims, gathered_dim)
+
+
+def _under_transforms(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], *rest: Any
+) -> tuple[list[Tensor], Tensor]:
+    *ys, gathered = _UnderTransforms.apply(x, *rest, len(weights), *weights, *biases)
+    return ys, gathered
+
+
+def _vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Result:
+    op, (x, weights, biases, group, dim, size, save_gathered) = (
+        torch.ops.mcp_kernels.all_gather_matmul,
+        args,
+    )
+    if any(d is not None for d in (*in_dims[1], *in_dims[2])):  # a product for each sample
+        return loop(op, info, in_dims, args)
+    x, at = in_front(x, in_dims[0], info.batch_size), None if dim is None else dim + 1
+    ys, gathered = op(x, weights, biases, group, at, size, save_gathered)
+    is_gathered = save_gathered and group and dim is not None
+    return (ys, gathered), ([0] * len(ys), 0 if is_gathered else None)
+
+
 define_op(
     _column_forward.SCHEMA,
     reference=_column_forward.reference,
     fake=_column_forward.fake,
     backward=_backward,
     setup_context=_setup,
+    vmap=_vmap,
+    under_transforms=_under_transforms,
     general=General("overlap", _column_forward.overlapped, _column_forward.why_not_overlapped),
 )
 define_op(_column_backward.SCHEMA, reference=_column_backward.reference, fake=_column_backward.fake)

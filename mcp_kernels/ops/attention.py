@@ -118,6 +118,7 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     if dout is None:
         dout = torch.zeros_like(out)
     needs = ctx.needs_input_grad
+    refuse_slope_gradients("flash_attn", needs=needs[4])
     grads = call(
         torch.ops.mcp_kernels.flash_attn_bwd.default,
         dout,
@@ -175,6 +176,19 @@ def _backward_fake(
     dbias = bias.new_empty(bias.shape) if needs_dbias else q.new_empty(0)
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias, dsink
+
+
+def refuse_slope_gradients(op: str, *, needs: bool) -> None:
+    """ALiBi's slopes are constants; a transform around others hides from the border what it wants.
+
+    Raises:
+        ValueError: their gradient is asked for.
+    """
+    if needs:
+        raise ValueError(
+            f"{op}: alibi_slopes must not require grad, they have no gradient; "
+            "pass slopes.detach(), or a bias"
+        )
 
 
 def refuse_second_gradients(op: str, *, is_part: bool) -> None:

@@ -13,10 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mcp_kernels._transforms import shared
 from mcp_kernels.ops.attention_mask import AttentionOptions
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _INT64 = 2**63 - 1
+JOIN_SAMPLES = "lay the samples end to end as more sequences of one call, or call in a loop"
 CausalAlign = Literal["bottom_right", "top_left"]
 
 
@@ -215,11 +217,23 @@ def check_sink(op: str, sink: Tensor | None, heads: int) -> Tensor | None:
     return sink
 
 
-def make_rng(dropout_p: float, device: torch.device) -> Tensor | None:
-    """``[2]`` int64 (seed, offset) from the device's default generator; None without dropout."""
+def make_rng(op: str, dropout_p: float, device: torch.device) -> Tensor | None:
+    """``[2]`` int64 (seed, offset) from the device's default generator; None without dropout.
+
+    Raises:
+        ValueError: inside of a ``torch.vmap`` that does not say how its samples differ.
+    """
     if dropout_p == 0:
         return None
-    rng = torch.randint(2**62, (2,), dtype=torch.int64, device=device)
+    try:
+        rng = torch.randint(2**62, (2,), dtype=torch.int64, device=device)
+    except RuntimeError as error:
+        if "randomness" not in str(error):
+            raise
+        raise ValueError(
+            f"{op}: dropout_p must be 0 under torch.vmap with randomness='error', got {dropout_p}; "
+            "say randomness='different' (a mask for each sample) or 'same'"
+        ) from None
     rng[1] = 0
     return rng
 
@@ -230,14 +244,18 @@ def check_cu_seqlens(op: str, name: str, cu_seqlens: Tensor, total: int) -> None
     Values are looked at on the CPU only: reading them from a GPU would wait for it.
 
     Raises:
-        ValueError: not one-dimensional, not starting at 0, falling, or past ``total``.
+        ValueError: one for each sample of ``torch.vmap``, not one-dimensional, not starting at 0,
+            falling, or past ``total``.
         TypeError: not int32 or int64.
     """
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{op}: {name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0:
         raise ValueError(f"{op}: {name} must be [B + 1], got {list(cu_seqlens.shape)}")
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return
+    cu_seqlens = shared(op, name, cu_seqlens, JOIN_SAMPLES)
+    if cu_seqlens.device.type != "cpu":
         return
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or any(a > b for a, b in pairwise(ends)):

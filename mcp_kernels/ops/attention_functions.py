@@ -98,7 +98,7 @@ def flash_attn_func(  # noqa: PLR0913
     bias = check_bias(op, bias, (batch, heads, num_rows, k.shape[1]))
     slopes = check_alibi(op, alibi_slopes, batch, heads)
     sink = check_sink(op, sink, heads)
-    rng = make_rng(dropout_p, q.device)
+    rng = make_rng(op, dropout_p, q.device)
     op_call = torch.ops.mcp_kernels.flash_attn.default
     out, lse = call(op_call, q, k, v, bias, slopes, sink, rng, *options)
     if return_attn_probs:

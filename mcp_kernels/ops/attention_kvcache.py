@@ -10,12 +10,14 @@ and k, E = of v, P = pages, R = rotated dims.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcp_kernels._op import define_op
+from mcp_kernels._op import call, define_op
+from mcp_kernels._transforms import Result, loop, sample_by_sample, shared
 from mcp_kernels.ops.attention import lse_dtype, make_inputs
 from mcp_kernels.ops.attention_check import (
     check_alibi,
@@ -106,12 +108,10 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     lengths = _as_lengths(cache_seqlens, k_cache, batch, has_table=block_table is not None)
     if cache_seqlens is None and k is not None:
         raise ValueError(f"{_OP}: cache_seqlens must be given with k, else where to append?")
-    if k is not None and cache_batch_idx is not None:
-        entries = cache_batch_idx.tolist()
-        if len(set(entries)) != len(entries):
-            raise ValueError(
-                f"{_OP}: cache_batch_idx must name no entry twice with k, got {entries}"
-            )
+    # On a CPU the op's bodies look, in a compiled graph too and at each sample of torch.vmap.
+    looks_here = not (q.is_cpu or torch.compiler.is_compiling())
+    if k is not None and cache_batch_idx is not None and looks_here:
+        _check_named_once(cache_batch_idx)
     options = make_options(
         _OP,
         head_dim,
@@ -123,11 +123,18 @@ def flash_attn_with_kvcache(  # noqa: PLR0913
     )
     slopes = check_alibi(_OP, alibi_slopes, batch, heads)
     sink = check_sink(_OP, sink, heads)
-    out, lse = torch.ops.mcp_kernels.flash_attn_kvcache(
+    out, lse = call(
+        torch.ops.mcp_kernels.flash_attn_kvcache.default,
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad,
         block_table, slopes, sink, rotary_interleaved, *options[:-1],
     )  # fmt: skip
     return (out, lse) if return_softmax_lse else out
+
+
+def _check_named_once(cache_batch_idx: Tensor) -> None:
+    entries = shared(_OP, "cache_batch_idx", cache_batch_idx, "call in a loop").tolist()
+    if len(set(entries)) != len(entries):
+        raise ValueError(f"{_OP}: cache_batch_idx must name no entry twice with k, got {entries}")
 
 
 def _check_no_grad(*tensors: Tensor | None) -> None:
@@ -225,6 +232,8 @@ def _find_keys(
     Every bound is held before anything is written. Pages need tensors of places, which copy what
     they take; a row of the cache needs slices, which do not.
     """
+    if new and batch_idx is not None:
+        _check_named_once(batch_idx)
     entries, capacity = k_cache.shape[:2]
     places = []
     for b, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -254,6 +263,13 @@ def _fake(q: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> tuple[Tens
     return out, q.new_empty(batch, heads, num_rows, dtype=lse_dtype(q))
 
 
+def _vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Result:
+    op = torch.ops.mcp_kernels.flash_attn_kvcache.default
+    if args[3] is None:  # nothing is written
+        return loop(op, info, in_dims, args)
+    return sample_by_sample(op)(info, in_dims, *args)
+
+
 define_op(
     "flash_attn_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v,"
     " Tensor? rotary_cos, Tensor? rotary_sin, Tensor cache_seqlens, Tensor? cache_batch_idx,"
@@ -262,4 +278,6 @@ define_op(
     " bool top_left, float softcap) -> (Tensor out, Tensor lse)",
     reference=_ref,
     fake=_fake,
+    vmap=_vmap,
+    no_gradient="call it under torch.no_grad(), or use flash_attn_func to train",
 )

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mcp_kernels._transforms import shared
 from mcp_kernels.ops.philox import philox
 
 
@@ -110,7 +111,10 @@ def dropout_keep(
     if keys.numel() == 0:
         shape = (len(batch), len(heads), len(rows), 0)
         return torch.empty(shape, dtype=torch.bool, device=keys.device)
-    seed, offset = rng.tolist()
+    seed, offset = shared(
+        *("flash_attn", "rng", rng),
+        "take the second gradient under randomness='same', or call in a loop",
+    ).tolist()
     first = int(keys.min()) // 4
     quads = torch.arange(first, int(keys.max()) // 4 + 1, device=keys.device)
     lanes = (batch[:, None] << 16) + heads[None, :]

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mcp_kernels._transforms import shared
+
 
 def page_slots(op: str, table_row: Tensor, positions: range, page_size: int, pages: int) -> Tensor:
     """Slots ``page * page size + offset`` of some positions of one sequence, int64.
@@ -48,7 +50,9 @@ def gather_pages(op: str, cache: Tensor, block_table: Tensor, cu_seqlens_k: Tens
             f"[B, max pages], got {list(cache.shape)} and {list(block_table.shape)}"
         )
     pages, page_size = cache.shape[:2]
-    bounds = cu_seqlens_k.tolist()
+    way_out = "give every sample its own pages of one cache, or call in a loop"
+    bounds = shared(op, "cu_seqlens_k", cu_seqlens_k, way_out).tolist()
+    block_table = shared(op, "block_table", block_table, way_out)
     slots = [
         page_slots(op, row, range(stop - start), page_size, pages)
         for row, start, stop in zip(block_table, bounds[:-1], bounds[1:], strict=True)

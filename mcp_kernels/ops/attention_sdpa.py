@@ -71,7 +71,7 @@ def scaled_dot_product_attention(
         full = attn_mask.expand(*lead, num_rows, k.shape[1])
         attn_mask = full.reshape(batch, heads, num_rows, k.shape[1])
     bias = check_bias(_OP, attn_mask, (batch, heads, num_rows, k.shape[1]))
-    rng = make_rng(dropout_p, q.device)
+    rng = make_rng(_OP, dropout_p, q.device)
     out, _ = torch.ops.mcp_kernels.flash_attn(q, k, v, bias, None, None, rng, *options)
     return out.transpose(1, 2).reshape(*lead, num_rows, v.shape[3])
 

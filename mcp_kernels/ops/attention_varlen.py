@@ -18,16 +18,20 @@ import torch
 from torch import Tensor
 
 from mcp_kernels._op import call, define_op
+from mcp_kernels._transforms import shared
 from mcp_kernels.ops.attention import (
     lse_dtype,
     make_inputs,
     refuse_second_gradients,
+    refuse_slope_gradients,
     split_delta,
 )
+from mcp_kernels.ops.attention_check import JOIN_SAMPLES
 from mcp_kernels.ops.attention_composite import attention_composite, second_gradients
 from mcp_kernels.ops.attention_mask import AttentionOptions
 from mcp_kernels.ops.attention_reference import attention_backward, attention_forward
 from mcp_kernels.ops.attention_scores import AttentionInputs
+from mcp_kernels.saved import keep_exact
 
 _COMMON = (
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? alibi_slopes, Tensor? sink, Tensor? rng,"
@@ -42,7 +46,10 @@ def _sequences(
     """(query rows, keys, inputs ``[1, S, H, D]``) of each sequence that has rows or keys."""
     cu_seqlens_q, cu_seqlens_k, slopes, sink, rng, *options = rest
     q, k, v = qkv
-    q_bounds, k_bounds = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    q_bounds, k_bounds = (
+        shared("flash_attn_varlen", name, ends, JOIN_SAMPLES).tolist()
+        for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k))
+    )
     for b in range(len(q_bounds) - 1):
         rows, keys = slice(*q_bounds[b : b + 2]), slice(*k_bounds[b : b + 2])
         if rows.start == rows.stop:
@@ -83,6 +90,7 @@ def _forward_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sink, rng, *options = inputs
     ctx.set_materialize_grads(False)
     ctx.options = options
+    keep_exact(output[1])
     ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, slopes, sink, rng)
 
 
@@ -90,6 +98,8 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
     q, k, v, out, lse, *rest = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
+    needs = ctx.needs_input_grad
+    refuse_slope_gradients("flash_attn_varlen", needs=needs[5])
     grads = call(
         torch.ops.mcp_kernels.flash_attn_varlen_bwd.default,
         dout,
@@ -102,7 +112,6 @@ def _forward_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tup
         *rest,
         *ctx.options,
     )
-    needs = ctx.needs_input_grad
     dq, dk, dv, dsink = (
         grad if need else None for grad, need in zip(grads, (*needs[:3], needs[6]), strict=True)
     )

@@ -109,7 +109,7 @@ def flash_attn_varlen_func(  # noqa: PLR0913
     )
     slopes = check_alibi(op, alibi_slopes, batch, q.shape[1])
     sink = check_sink(op, sink, q.shape[1])
-    rng = make_rng(dropout_p, q.device)
+    rng = make_rng(op, dropout_p, q.device)
     out, lse = torch.ops.mcp_kernels.flash_attn_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, sink, rng, *options
     )

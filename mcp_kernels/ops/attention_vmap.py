@@ -1,7 +1,7 @@
 """Attention under ``torch.vmap``: the mapped dimension is folded into the batch.
 
-What a call shares over its batch (a sink, whose gradient is one sum; a dropout mask that is to be
-the same for all) cannot be folded; such a call runs sample by sample.
+What a call shares over its batch cannot be folded: a sink, whose gradient is one sum, and the seed
+of a dropout mask, which counts batch entries. Such a call runs sample by sample.
 
 Letters: N = samples of the map, B = batch, H = heads.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mcp_kernels.ops._vmap import loop
+from mcp_kernels._transforms import check_samples, loop
 
 _NUM_OPTIONS = 6
 
@@ -22,9 +22,9 @@ _NUM_OPTIONS = 6
 def vmap_forward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple[Any, Any]:
     """The rule of ``flash_attn``."""
     q, k, v, bias, slopes, sink, rng, *options = args
-    if _must_loop(info, in_dims[5], in_dims[6], sink, options[-1], sums_sink=False):
+    if in_dims[5] is not None or rng is not None:
         return loop(torch.ops.mcp_kernels.flash_attn, info, in_dims, args)
-    fold = _Fold(info.batch_size)
+    fold = _Fold("flash_attn", info)
     qkv = [fold(t, dim) for t, dim in zip((q, k, v), in_dims[:3], strict=True)]
     batch = qkv[0].shape[0] // info.batch_size
     out, lse = torch.ops.mcp_kernels.flash_attn(
@@ -44,9 +44,9 @@ def vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     bias, slopes, sink, rng, needs_dbias, *options = args[7:]
     is_part = any(value is not None for value in options[_NUM_OPTIONS:])
     options = options[:_NUM_OPTIONS]
-    if is_part or _must_loop(info, in_dims[9], in_dims[10], sink, options[-1], sums_sink=True):
+    if is_part or sink is not None or rng is not None:
         return loop(torch.ops.mcp_kernels.flash_attn_bwd, info, in_dims, args)
-    fold = _Fold(info.batch_size)
+    fold = _Fold("flash_attn", info)
     folded = [fold(t, dim) for t, dim in zip(tensors, in_dims[2:7], strict=True)]
     batch = folded[0].shape[0] // info.batch_size
     dq, dk, dv, dbias, dsink = torch.ops.mcp_kernels.flash_attn_bwd(
@@ -70,31 +70,12 @@ def vmap_backward(info: Any, in_dims: Sequence[int | None], *args: Any) -> tuple
     return (*grads, dbias, dsink), (0, 0, 0, 0, None)
 
 
-def _must_loop(
-    info: Any,
-    sink_dim: int | None,
-    rng_dim: int | None,
-    sink: Tensor | None,
-    dropout_p: float,
-    *,
-    sums_sink: bool,
-) -> bool:
-    if dropout_p > 0 and info.randomness == "error":
-        raise RuntimeError(
-            "flash_attn: dropout_p must be 0 under vmap with randomness='error', got "
-            f"{dropout_p}; say randomness='different' (a mask for each sample) or 'same'"
-        )
-    one_mask = dropout_p > 0 and info.randomness == "same"
-    return (
-        sink_dim is not None or rng_dim is not None or one_mask or (sums_sink and sink is not None)
-    )
-
-
 class _Fold:
     """Moves the mapped dimension in front of the batch, and back."""
 
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
+    def __init__(self, op: str, info: Any) -> None:
+        check_samples(op, info)
+        self.num_samples: int = info.batch_size
 
     def _in_front(self, tensor: Tensor, dim: int | None) -> Tensor:
         if dim is None:

@@ -17,14 +17,17 @@ activation recomputation" (2022), their sequence-parallel forms.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
+from mcp_kernels._transforms import Result, are_active, refuse_jvp
 from mcp_kernels.ops import _comm, _fused
+from mcp_kernels.ops._vmap import in_front
 
 
 def all_reduce(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
@@ -112,7 +115,12 @@ def copy_to_group(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:
     Cost: nothing in forward; one all-reduce in backward.
     """
     name = _comm.group_name(group)
-    return _CopyToGroup.apply(x, name) if name else x.view_as(x)
+    return _copy(x, name) if name else x.view_as(x)
+
+
+def _copy(x: Tensor, name: str) -> Tensor:
+    function = _CopyUnderTransforms if are_active() else _CopyToGroup
+    return function.apply(x, name)  # pyright: ignore[reportReturnType]
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -126,6 +134,26 @@ class _CopyToGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return torch.ops.mcp_kernels.all_reduce(grads[0], ctx.name), None
+
+
+class _CopyUnderTransforms(torch.autograd.Function):
+    """The same as torch.func takes it, which costs more: it reads ``forward``'s signature."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, name: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.name = inputs
+
+    backward = _CopyToGroup.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> NoReturn:
+        refuse_jvp("copy_to_group")
 
 
 def _all_reduce_ref(x: Tensor, group: str) -> Tensor:
@@ -154,8 +182,9 @@ def replicated_gradient(grad: Tensor, group: str) -> Tensor:
 
     Nothing to do, unless it is differentiated in turn: what the ranks find for it is then summed.
     """
-    if group and grad.requires_grad and torch.is_grad_enabled():
-        return _CopyToGroup.apply(grad, group)
+    # Under a transform what is around it may want a derivative that the gradient does not tell of.
+    if group and torch.is_grad_enabled() and (grad.requires_grad or are_active()):
+        return _copy(grad, group)
     return grad
 
 
@@ -198,12 +227,31 @@ def _all_gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, No
     return torch.ops.mcp_kernels.reduce_scatter(grad, ctx.group, ctx.dim), None, None, None
 
 
+def _all_reduce_vmap(info: Any, in_dims: Sequence[Any], x: Tensor, group: str) -> Result:
+    return torch.ops.mcp_kernels.all_reduce(in_front(x, in_dims[0], info.batch_size), group), 0
+
+
+def _reduce_scatter_vmap(
+    info: Any, in_dims: Sequence[Any], x: Tensor, group: str, dim: int
+) -> Result:
+    x = in_front(x, in_dims[0], info.batch_size)
+    return torch.ops.mcp_kernels.reduce_scatter(x, group, dim + 1), 0
+
+
+def _all_gather_vmap(
+    info: Any, in_dims: Sequence[Any], x: Tensor, group: str, dim: int, size: int | None
+) -> Result:
+    x = in_front(x, in_dims[0], info.batch_size)
+    return torch.ops.mcp_kernels.all_gather(x, group, dim + 1, size), 0
+
+
 define_op(
     "all_reduce(Tensor x, str group) -> Tensor",
     reference=_all_reduce_ref,
     fake=_all_reduce_fake,
     backward=_all_reduce_backward,
     setup_context=_all_reduce_setup,
+    vmap=_all_reduce_vmap,
 )
 define_op(
     "reduce_scatter(Tensor x, str group, int scatter_dim) -> Tensor",
@@ -211,11 +259,13 @@ define_op(
     fake=_reduce_scatter_fake,
     backward=_reduce_scatter_backward,
     setup_context=_reduce_scatter_setup,
+    vmap=_reduce_scatter_vmap,
 )
 define_op(
-    "all_gather(Tensor x, str group, int gather_dim, int? gather_size) -> Tensor",
+    "all_gather(Tensor x, str group, int gather_dim, SymInt? gather_size) -> Tensor",
     reference=_all_gather_ref,
     fake=_all_gather_fake,
     backward=_all_gather_backward,
     setup_context=_all_gather_setup,
+    vmap=_all_gather_vmap,
 )

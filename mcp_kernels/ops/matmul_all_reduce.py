@@ -12,6 +12,7 @@ Letters: K = in features of this rank, N = out features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.ops.collectives import replicated_gradient
 
 if TYPE_CHECKING:
@@ -126,12 +128,20 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tenso
     return dx, dw, db, None
 
 
+def _vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Result:
+    op, (x, *rest) = torch.ops.mcp_kernels.matmul_all_reduce, args
+    if any(dim is not None for dim in in_dims[1:3]):  # a product for each sample
+        return loop(op, info, in_dims, args)
+    return op(in_front(x, in_dims[0], info.batch_size), *rest), 0
+
+
 define_op(
     "matmul_all_reduce(Tensor x, Tensor weight, Tensor? bias, str group) -> Tensor",
     reference=_ref,
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+    vmap=_vmap,
     general=General("overlap", _overlapped, _why_not_overlapped),
 )
 override("matmul_all_reduce", _on_shm, "CPU", backend="shm", refuses=_refuses)

@@ -11,6 +11,7 @@ Letters: K = in features of this rank, N = out features, W = ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
+from mcp_kernels.ops._vmap import Result, in_front, loop
 
 
 def matmul_reduce_scatter(
@@ -145,6 +147,13 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     args = (dy, x, weight, list(needs), ctx.group, ctx.dim, ctx.size)
     grads = torch.ops.mcp_kernels.matmul_reduce_scatter_backward(*args)
     return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+
+
+def _vmap(info: Any, in_dims: Sequence[Any], *args: Any) -> Result:
+    op, (x, weight, bias, group, dim) = torch.ops.mcp_kernels.matmul_reduce_scatter, args
+    if any(d is not None for d in in_dims[1:3]):  # a product for each sample
+        return loop(op, info, in_dims, args)
+    return op(in_front(x, in_dims[0], info.batch_size), weight, bias, group, dim + 1), 0
 
 
 def _bias_gradient(dy: Tensor, group: str, dim: int, size: int) -> Tensor:
@@ -284,11 +293,12 @@ define_op(
     fake=_fake,
     backward=_backward,
     setup_context=_setup,
+    vmap=_vmap,
     general=General("overlap", _overlapped, _why_not_overlapped),
 )
 define_op(
     "matmul_reduce_scatter_backward(Tensor dy, Tensor? x, Tensor? weight, bool[] needs, str group,"
-    " int scatter_dim, int size) -> (Tensor dx, Tensor dweight, Tensor dbias)",
+    " int scatter_dim, SymInt size) -> (Tensor dx, Tensor dweight, Tensor dbias)",
     reference=_backward_ref,
     fake=_backward_fake,
     general=General("overlap", _backward_overlapped, _why_not_backward_overlapped),

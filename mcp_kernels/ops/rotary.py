@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mcp_kernels._op import call, define_op
 from mcp_kernels.ops._rows_check import check_floating, compute_dtype
-from mcp_kernels.ops._vmap import Result, in_front, loop
+from mcp_kernels.ops._vmap import Result, check_samples, in_front, loop
 from mcp_kernels.saved import keep_exact
 
 
@@ -98,6 +98,11 @@ def _rotary_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def _rotary_backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
+    if any(ctx.needs_input_grad[2:4]):
+        raise ValueError(
+            "rotary: cos and sin must not require grad, tables have no gradient; detach() them, "
+            "or rotate with torch's own operations to learn the angles"
+        )
     cos, sin = ctx.saved_tensors
     op = torch.ops.mcp_kernels.rotary.default
     return *call(op, dq, dk, cos, sin, not ctx.back), None, None, None
@@ -107,6 +112,7 @@ def _rotary_vmap(info: Any, in_dims: Sequence[int | None], *args: Any) -> Result
     q, k, cos, sin, back = args
     if in_dims[2] is not None or in_dims[3] is not None:
         return loop(torch.ops.mcp_kernels.rotary, info, in_dims, args)
+    check_samples("rotary", info)
     samples = info.batch_size
     pair = [in_front(t, d, samples).flatten(0, 1) for t, d in zip((q, k), in_dims, strict=False)]
     turned = torch.ops.mcp_kernels.rotary(*pair, cos, sin, back)
