@@ -55,6 +55,8 @@ class OpDefinition:
     source_file: str
     """The file that calls ``define_op``: its test and its bench have the same name."""
     general: General | None = None
+    no_gradient: str = ""
+    """The way out where inputs ask for a gradient that there is not."""
 
     def without_device_body(self, args: Any, kwargs: Any) -> tuple[str, Callable[..., Any]]:
         """What runs where no device's own body does: its name, and the function."""
@@ -120,6 +122,7 @@ def define_op(
         reference=_without_autocast(reference),
         source_file=sys._getframe(1).f_code.co_filename,
         general=None if general is None else replace(general, body=_without_autocast(general.body)),
+        no_gradient=no_gradient,
     )
     _library.impl(name, _anywhere(definition), "CompositeExplicitAutograd")
     qualified = f"{NAMESPACE}::{name}"
@@ -264,7 +267,7 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
         return
     for arg in args:
         if isinstance(arg, torch.Tensor) and forward_ad.unpack_dual(arg).tangent is not None:
-            refuse_jvp(name)
+            refuse_jvp(name, definitions[name].no_gradient)
 
 
 def _without_autocast(body: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,7 +104,7 @@ def sample_by_sample(op: torch._ops.OpOverload) -> Rule:
 
     def rule(info: Any, in_dims: Sequence[Any], *args: Any) -> Result:
         for name, dim, arg in zip(names, in_dims, args, strict=False):
-            if name in written and isinstance(arg, Tensor) and dim is None:
+            if name in written and arg is not None and None in tree_flatten(dim)[0]:
                 raise ValueError(
                     f"{op._opname}: {name} must be mapped as the other arguments are under "
                     "torch.vmap, for it is written to, got one tensor for all samples; give each "
@@ -142,13 +142,14 @@ def function_of(
     return function.apply
 
 
-def refuse_jvp(name: str) -> NoReturn:
-    """Say that an op has no forward mode, and what to do instead.
+def refuse_jvp(name: str, way_out: str = "") -> NoReturn:
+    """Say that an op has no forward mode, and what to do instead: reverse mode, where it has one.
 
     Raises:
         NotImplementedError: always.
     """
+    reverse = "torch.autograd.grad, torch.func.vjp, grad or jacrev (twice for a Hessian)"
     raise NotImplementedError(
-        f"{name}: inputs must have no tangent, the op has no forward-mode derivative; use reverse "
-        "mode: torch.autograd.grad, torch.func.vjp, grad or jacrev (twice for a Hessian)"
+        f"{name}: inputs must have no tangent, the op has no forward-mode derivative, got one; "
+        f"{way_out or f'use reverse mode: {reverse}'}"
     )

@@ -126,7 +126,7 @@ def check_whole(owner: str, weight: Tensor, rows: int) -> None:
     """Hold the weight of a layer without a group to the whole layer's ``rows``.
 
     Raises:
-        ValueError: it is a part, whose group nobody knows (``torch.func.functional_call`` with local
+        ValueError: it is a part, whose group nobody knows (``functional_call`` with local
             tensors): what is to be summed over the ranks would not be.
     """
     if weight.shape[0] != rows:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from mcp_kernels.ops.attention_check import CausalAlign
 from mcp_kernels.ops.attention_functions import flash_attn_func
 from mcp_kernels.ops.attention_varlen_functions import flash_attn_varlen_func
+
+
+class _Fixed:
+    """A float attribute that torch.compile takes for the constant it is.
+
+    Of a float it makes a symbol where all is dynamic, and begins anew when an op wants the value;
+    text it compares, so a graph is never used with another value.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._kept = f"_{name}_hex"
+
+    def __get__(self, module: nn.Module, owner: type | None = None) -> Any:
+        text = module.__dict__[self._kept]
+        return None if text is None else float.fromhex(text)
+
+    def __set__(self, module: nn.Module, value: float | None) -> None:
+        module.__dict__[self._kept] = None if value is None else float(value).hex()
 
 
 class FlashAttention(nn.Module):
@@ -26,6 +46,10 @@ class FlashAttention(nn.Module):
     Raises:
         ValueError: ``has_sink`` without ``num_heads``.
     """
+
+    softmax_scale = _Fixed()
+    softcap = _Fixed()
+    dropout_p = _Fixed()
 
     def __init__(
         self,

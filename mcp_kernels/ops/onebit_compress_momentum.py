@@ -51,7 +51,7 @@ def onebit_compress_momentum(
     error: Tensor,
     *,
     beta1: float,
-    grad_scale: float = 1.0,
+    grad_scale: float = 1,
     block_size: int = 1024,
     preconditioner: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:

@@ -29,13 +29,13 @@ from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.saved import keep_exact
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
     """Each row of ``x`` over its root mean square, times ``weight``; twice differentiable.
 
     Args:
         x: ``[..., D]``, float64, float32, bfloat16 or float16, of any strides.
         weight: ``[D]``, of x's dtype or float32.
-        eps: added to the mean square.
+        eps: added to the mean square; None is 1e-5.
 
     Returns:
         A new tensor like ``x``.
@@ -47,11 +47,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Cost: on CPU one pass over memory, 8 bytes an element in float32 (12 backward).
     """
     _check("rms_norm", x, weight)
-    return torch.ops.mcp_kernels.rms_norm(x, weight, eps)[0]
+    # No default of the argument: torch.compile, where all is dynamic, makes a symbol of any float
+    # from outside of a function's text, and begins a second graph when the op wants its value.
+    return torch.ops.mcp_kernels.rms_norm(x, weight, 1e-5 if eps is None else eps)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """``rms_norm`` of ``x + residual``, and that sum; twice differentiable.
 
@@ -59,7 +61,7 @@ def add_rms_norm(
         x: ``[..., D]``, as in ``rms_norm``.
         residual: like ``x``.
         weight: ``[D]``, of x's dtype or float32.
-        eps: added to the mean square.
+        eps: added to the mean square; None is 1e-5.
 
     Returns:
         ``(y, x + residual)``, two new tensors like ``x``.
@@ -73,6 +75,7 @@ def add_rms_norm(
     """
     _check("add_rms_norm", x, weight)
     check_like("add_rms_norm", "residual", residual, "x", x)
+    eps = 1e-5 if eps is None else eps  # as in rms_norm
     y, total, _ = torch.ops.mcp_kernels.add_rms_norm(x, residual, weight, eps)
     return y, total
 
