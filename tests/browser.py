@@ -44,5 +44,6 @@ def start_browser(profile, width=1280, height=900):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     # What a browser keeps beside its profile (fonts, settings) stays in the profile's folder too.
     homes = {name: str(profile) for name in ("XDG_CACHE_HOME", "XDG_CONFIG_HOME")}
+    homes["TMPDIR"] = "/tmp"  # of a socket, whose path has 108 bytes at most
     service = webdriver.ChromeService(shutil.which("chromedriver"), env={**os.environ, **homes})
     return webdriver.Chrome(options, service)

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -207,6 +208,16 @@ def notes(folder: Path, ranks: int) -> list[dict]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
+@contextmanager
+def hearing(number: int, handler):
+    """What starts in here takes over this process's way with a signal."""
+    was = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, was)
+
+
 def wait_until(condition, what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -318,7 +329,8 @@ def test_a_status_that_all_ranks_return_is_the_status_of_the_job(start, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_one_signal_reaches_every_rank_once_and_lets_it_finish(start, tmp_path, number):
-    launcher = start(train_until_stopped, 3, tmp_path)
+    with hearing(signal.SIGHUP, signal.SIG_DFL):  # under nohup the tests are deaf to it
+        launcher = start(train_until_stopped, 3, tmp_path)
     wait_ready(tmp_path, 3)
     launcher.send_signal(number)
     code, _, err = launcher.finish()
@@ -331,11 +343,8 @@ def test_one_signal_reaches_every_rank_once_and_lets_it_finish(start, tmp_path, 
 
 
 def test_nohup_is_honoured(start, tmp_path):
-    was = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hearing(signal.SIGHUP, signal.SIG_IGN):
         launcher = start(train_until_stopped, 2, tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, was)
     wait_ready(tmp_path, 2)
     launcher.send_signal(signal.SIGHUP)
     launcher.send_signal(signal.SIGTERM)
