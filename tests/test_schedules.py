@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plan_sizes import sizes
 
 from mcp_parallel.layout import Layout
 from mcp_parallel.schedules.action import Action, owner_of
@@ -20,19 +21,6 @@ from mcp_parallel.schedules.validate import most_alive, peak_alive, validate
 
 # Multiples of 1/64: sums of a few hundred of them are exact in float64.
 exact_times = st.integers(1, 640).map(lambda n: n / 64)
-
-
-@st.composite
-def sizes(draw):
-    """A schedule with sizes that it runs: ``(schedule, pp, micro-batches, chunks)``."""
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    pp = draw(st.integers(1, 7))
-    if schedule in ("zbv", "dualpipev"):
-        chunks, least = 2, 2 * pp if schedule == "dualpipev" else 1
-        return schedule, pp, draw(st.integers(least, least + 20)), chunks
-    chunks = draw(st.integers(1, 4)) if schedule in ("interleaved", "zero_bubble") else 1
-    count = draw(st.integers(1, 6)) * pp if chunks > 1 else draw(st.integers(1, 20))
-    return schedule, pp, count, chunks
 
 
 @given(sizes())

@@ -55,9 +55,9 @@ def estimate(config: Config, pp_rank: int = 0) -> Estimate:
     if layout.cp > 1:  # and this rank's part of each
         ledger.new(samples // layout.cp)
     if layout.pp > 1:
-        replayed = count if layout.schedule == "gpipe" else min(count, 2 * layout.pp)
+        # Memory of all but GPipe is at its most before 3 pp micro-batches (2 pp with most of them).
+        replayed = count if layout.schedule == "gpipe" else min(count, 3 * layout.pp)
         step = PipelineRank(ledger, config, sizes, stages, pp_rank, replayed)
-        step.keep_messages(count - replayed)
     else:
         step = MicrobatchLoop(ledger, stages[0], count)
     for _ in range(max(stage.weights.num_steps for stage in stages.values())):

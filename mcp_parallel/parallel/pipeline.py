@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import P2POp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
@@ -25,10 +26,12 @@ from mcp_parallel.layout import Layout, split_dim
 from mcp_parallel.model.family import family_of
 from mcp_parallel.parallel.clock import Clock, Occupation
 from mcp_parallel.parallel.mesh import Mesh
+from mcp_parallel.parallel.message_memory import Outbox, empty, fill
 from mcp_parallel.parallel.parallelize import Stage
 from mcp_parallel.parallel.precision import Precision
 from mcp_parallel.schedules.action import Kind, Plan
 from mcp_parallel.schedules.build import build_plan
+from mcp_parallel.schedules.messages import Message, proofs_of_delivery
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
 """(logits ``[b, ..., V]``, targets ``[b, ...]``) -> this micro-batch's share of the step's loss."""
@@ -61,8 +64,9 @@ class Pipeline:
                 return loss(output, targets)
 
         # The loss is already divided by the global number of tokens: nothing is left to scale.
+        self._outbox = Outbox(proofs_of_delivery(self.plan, mesh.coordinate.pp))
         self.schedule = _PipelineScheduleRuntime(
-            [_torch_stage(stage, config, mesh, clock) for stage in stages],
+            [_torch_stage(stage, config, mesh, clock, self._outbox) for stage in stages],
             self.plan.num_microbatches,
             loss_fn=timed_loss,
             scale_grads=False,
@@ -76,6 +80,7 @@ class Pipeline:
         args = (inputs,) if self.has_first else ()
         # Cut into micro-batches as the rows are, and given to every stage beside its activations.
         side: dict[str, Any] = {} if documents is None else {"documents": documents}
+        self._outbox.clear()
         self._clock.start()
         if self.has_last:
             self.schedule.step(*args, target=targets, losses=losses, return_outputs=False, **side)
@@ -109,10 +114,12 @@ class _TimedStage(PipelineStage):
     """
 
     clock: Clock
+    outbox: Outbox
     undone: dict[int, WeightGradients]
     """What the input gradients of a micro-batch left for its weight gradients."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.outbox.has_come(Message(False, self.stage_index - 1, fwd_chunk_id))
         with self._at_work("F", fwd_chunk_id):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -123,15 +130,20 @@ class _TimedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
+        self.outbox.has_come(Message(True, self.stage_index + 1, bwd_chunk_id))
         run = partial(super().backward_one_chunk, bwd_chunk_id, loss, last_backward=last_backward)
         with self._at_work("B" if full_backward else "I", bwd_chunk_id):
             if full_backward:
                 run()
-                return
-            # One pass through the graph, which leaves the linear layers' weights out.
-            with deferred_weight_gradients() as undone:
-                run()
-            self.undone[bwd_chunk_id] = undone
+            else:
+                # One pass through the graph, which leaves the linear layers' weights out.
+                with deferred_weight_gradients() as undone:
+                    run()
+                self.undone[bwd_chunk_id] = undone
+        if loss is not None:
+            loss.detach_()  # the runtime keeps it, and its graph ends in the buffer of the input
+        empty(self.args_recv_info[bwd_chunk_id])
+        empty(self.grad_recv_info[bwd_chunk_id])
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         del last_backward
@@ -139,6 +151,41 @@ class _TimedStage(PipelineStage):
             self.undone.pop(bwd_chunk_id).run()
             if isinstance(self.submod, FSDPModule):
                 widen_gradients(self.submod)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        fill(self.args_recv_info[fwd_chunk_id], self.device)
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        fill(self.grad_recv_info[bwd_chunk_id], self.device)
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[P2POp]:
+        ops = super().get_fwd_send_ops(fwd_chunk_id)
+        self.outbox.put(Message(False, self.stage_index, fwd_chunk_id), ops)
+        return ops
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[P2POp]:
+        ops = super().get_bwd_send_ops(bwd_chunk_id)
+        self.outbox.put(Message(True, self.stage_index, bwd_chunk_id), ops)
+        return ops
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        with self._on_meta():
+            super()._setup_forward_recv_info(num_microbatches, has_backward)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        with self._on_meta():
+            super()._setup_backward_recv_info(num_microbatches)
+
+    @contextmanager
+    def _on_meta(self) -> Iterator[None]:
+        """Buffers of shapes alone."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
 
     @contextmanager
     def _at_work(self, kind: Kind, microbatch: int) -> Iterator[None]:
@@ -166,7 +213,9 @@ def hidden_like(config: Config, mesh: Mesh) -> Tensor:
     return torch.empty(shape, dtype=Precision.of(config).compute, device="meta")
 
 
-def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> PipelineStage:
+def _torch_stage(
+    stage: Stage, config: Config, mesh: Mesh, clock: Clock, outbox: Outbox
+) -> PipelineStage:
     layout, model = mesh.layout, config.model
     rows, dtype = config.train.micro_batch_size, Precision.of(config).compute
     length = model.seq_len // layout.cp
@@ -187,5 +236,5 @@ def _torch_stage(stage: Stage, config: Config, mesh: Mesh, clock: Clock) -> Pipe
         output_args=(logits if stage.is_last and not stage.model.leaves_head else hidden,),
         group=mesh.group("pp"),
     )
-    made.clock, made.undone = clock, {}
+    made.clock, made.outbox, made.undone = clock, outbox, {}
     return made
