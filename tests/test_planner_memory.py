@@ -93,7 +93,7 @@ def test_closed_form_is_near_the_replay(name, precision):
         ("full", {"zero": 0}),
         ("zero 3 full", {"zero": 2}),
         ("1f1b", {"schedule": "gpipe"}),
-        ("interleaved full", {"keeps_messages": False}),
+        ("interleaved full", {"keeps_messages": True}),
     ],
 )
 def test_a_form_that_leaves_something_out_is_found(name, change):

@@ -35,7 +35,6 @@ MEGATRON = Runtime(
     tp_overlap=0.8,
     cp_overlaps=True,
     saves_gathered=False,
-    keeps_messages=False,
     has_uneven=False,
     checkpointing=("none", "full"),
     recomputes_some=True,
@@ -66,6 +65,7 @@ activation.cpp in pytorch/csrc/extensions), casts and transposes in one kernel, 
 inputs of sequence-parallel layers in fp8 (pytorch/module/layernorm_linear.py)."""
 TITAN = Runtime(
     name="torchtitan",
+    keeps_messages=True,
     zero=(3,),
     pipeline_zero=(1,),
     cp_overlaps=True,

@@ -41,8 +41,8 @@ class Runtime:
     """Whether gradients are reduced while the last backward pass goes on, and so on."""
     saves_gathered: bool = True
     """Whether a block keeps its gathered inputs for the backward pass, or gathers them again."""
-    keeps_messages: bool = True
-    """Whether a pipeline's buffers live until the end of the step."""
+    keeps_messages: bool = False
+    """Whether a pipeline's buffers live until the end of the step, as in torch's own runtime."""
     checkpointing: tuple[Checkpointing, ...] = CHECKPOINTING
     """Levels that it has, from the fastest to the smallest."""
     recomputes_some: bool = False
