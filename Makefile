@@ -18,7 +18,7 @@ TRAIN_FLAGS = --preset tiny --dp 2 --tp 2 --pp 2
 # A run folder that holds a run is refused, so each make train takes the next free number.
 RUN_DIR ?= $(shell n=1; while [ -e runs/tiny-$$n ]; do n=$$((n + 1)); done; echo runs/tiny-$$n)
 
-.PHONY: train test test-slow tsan bench memory-ladder check format clean gpu-check cubins
+.PHONY: train test test-slow tsan asan bench memory-ladder check format clean gpu-check cubins
 
 train: $(NEEDS)
 	@run_dir="$(RUN_DIR)" && \
@@ -34,6 +34,11 @@ test-slow: $(NEEDS_DEV)
 # The shared-memory protocol with threads as ranks, under ThreadSanitizer.
 tsan: $(NEEDS_DEV)
 	$(BIN)/python -m pytest -m slow tests/test_shm_tsan.py
+
+# Everything compiled, under AddressSanitizer and UndefinedBehaviorSanitizer: a build of its own.
+asan: $(NEEDS_DEV)
+	$(BIN)/python -m pytest -m slow tests/test_sanitizers.py
+	$(BIN)/python tests/sanitized.py
 
 bench: $(NEEDS_DEV)
 	$(BIN)/python -m pytest bench -q --benchmark-enable --benchmark-only \

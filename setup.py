@@ -1,7 +1,8 @@
 """Builds csrc/ where a compiler is at hand; without one the install is pure Python and says so.
 
 Environment: CXX, MAX_JOBS, MCP_REQUIRE_EXT=1 (a missing extension is an error), MCP_WERROR=1,
-MCP_CXX_FLAGS (after ours), MCP_TORCH_DIR, MCP_CUDA=0|1|auto, TORCH_CUDA_ARCH_LIST, CUDA_HOME.
+MCP_CXX_FLAGS (after ours; with -g symbols are kept), MCP_TORCH_DIR, MCP_CUDA=0|1|auto,
+TORCH_CUDA_ARCH_LIST, CUDA_HOME.
 """
 
 from __future__ import annotations

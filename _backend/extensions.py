@@ -36,6 +36,11 @@ STABLE_DEFINES = ["-DTORCH_TARGET_VERSION=0x020a000000000000"]
 LIMITED_API_DEFINE = "-DPy_LIMITED_API=0x030a0000"
 
 
+def extra_flags() -> list[str]:
+    """The flags of MCP_CXX_FLAGS, which come after ours."""
+    return shlex.split(os.environ.get("MCP_CXX_FLAGS", ""))
+
+
 class NativeBuild:
     """One build of the compiled modules; a module that cannot be built has a reason instead."""
 
@@ -149,7 +154,7 @@ class NativeBuild:
         command = [
             *(self.compiler or []),
             *CXX_FLAGS,
-            *shlex.split(os.environ.get("MCP_CXX_FLAGS", "")),
+            *extra_flags(),
             *werror,
             *flags,
             f"-I{self.csrc}",
@@ -177,8 +182,12 @@ class NativeBuild:
         target = target.resolve()
         if self.cuda and "-ltorch_cuda" in libraries:
             # nvcc knows where its runtime is; shared, so that torch's copy is used.
-            linker = [str(self.cuda.nvcc), "-cudart=shared", "-shared", "-Xlinker=-s"]
+            linker = [str(self.cuda.nvcc), "-cudart=shared", "-shared"]
+            strip = "-Xlinker=-s"
         else:
-            linker = [*(self.compiler or []), "-shared", "-s"]
+            linker = [*(self.compiler or []), "-shared"]
+            strip = "-s"
+        if not any(flag.startswith("-g") for flag in extra_flags()):  # else symbols are wanted
+            linker.append(strip)
         command = [*linker, *map(str, objects), "-o", str(target), *libraries]
         return Step(tuple(command), objects, target)

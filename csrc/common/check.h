@@ -31,6 +31,16 @@ inline void check_numel(const char* op, const char* name, const torch::stable::T
                   " elements, got ", tensor.numel());
 }
 
+// The same of a product, which may be more than an int64 holds: what wrapped around would pass for
+// a small number.
+inline void check_numel(const char* op, const char* name, const torch::stable::Tensor& tensor,
+                        int64_t count, int64_t each) {
+  int64_t expected = 0;
+  STD_TORCH_CHECK(!__builtin_mul_overflow(count, each, &expected), op, ": ", name, " must have ",
+                  count, " times ", each, " elements, got ", tensor.numel());
+  check_numel(op, name, tensor, expected);
+}
+
 inline void check_dtype(const char* op, const char* name, const torch::stable::Tensor& tensor,
                         torch::headeronly::ScalarType expected) {
   STD_TORCH_CHECK(tensor.scalar_type() == expected, op, ": ", name, " must have dtype code ",

@@ -29,8 +29,8 @@ class ReduceCall {
     num_ranks = codes.size(0);
     num_blocks = ceil_div(numel, block_size);
     const int64_t num_bytes = ceil_div(numel * bits_each, 8);
-    check_numel(op, "codes", codes, num_ranks * num_bytes);
-    check_numel(op, "scales", scales, num_ranks * num_blocks);
+    check_numel(op, "codes", codes, num_ranks, num_bytes);
+    check_numel(op, "scales", scales, num_ranks, num_blocks);
     codes_ = torch::stable::contiguous(codes);
     scales_ = torch::stable::contiguous(scales);
     if (counts.has_value()) {

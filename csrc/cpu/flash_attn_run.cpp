@@ -53,8 +53,7 @@ int64_t place_arrays(const Work& work, AttnHead& head, char* memory, bool backwa
   const int64_t rows = attn_round_up(seq.num_rows * group_of(args), kAttnUnit);
   int64_t taken = 0;
   const auto take = [&](void*& array, int64_t scalars) {
-    if (memory != nullptr) array = memory + taken;
-    taken += array_bytes(args, scalars);
+    taken += place_array(args, memory == nullptr ? nullptr : memory + taken, scalars, array);
   };
   take(head.k_panels, keys * args.head_dim);
   if (!backward) {

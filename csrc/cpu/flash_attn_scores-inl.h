@@ -103,9 +103,10 @@ void add_bias(T* row, const B* bias, int64_t stride, int64_t count) {
   }
 }
 
-// row[j] becomes -inf where mask[j * stride] is false.
+// row[j] becomes -inf where mask[j * stride] is 0. Bytes, not bool: a tensor of bool may hold
+// others than 0 and 1, which no bool of C++ may be.
 template <class S>
-void apply_mask(typename S::Scalar* row, const bool* mask, int64_t stride, int64_t count) {
+void apply_mask(typename S::Scalar* row, const uint8_t* mask, int64_t stride, int64_t count) {
   constexpr auto kHidden = -std::numeric_limits<typename S::Scalar>::infinity();
   typedef uint8_t Bytes __attribute__((vector_size(S::kLanes)));
   int64_t j = 0;
@@ -115,7 +116,7 @@ void apply_mask(typename S::Scalar* row, const bool* mask, int64_t stride, int64
     const auto is_shown = __builtin_convertvector(bytes, typename S::IntVec) != 0;
     S::store(row + j, is_shown ? S::load(row + j) : S::set1(kHidden));
   }
-  for (; j < count; ++j) row[j] = mask[j * stride] ? row[j] : kHidden;
+  for (; j < count; ++j) row[j] = mask[j * stride] != 0 ? row[j] : kHidden;
 }
 
 template <class S>
@@ -130,7 +131,7 @@ void add_any_bias(const AttnBias& bias, int64_t at, typename S::Scalar* row, int
     case AttnType::kFloat16:
       return add_bias(row, static_cast<const Float16*>(bias.data) + at, bias.key, count);
     case AttnType::kBool:
-      return apply_mask<S>(row, static_cast<const bool*>(bias.data) + at, bias.key, count);
+      return apply_mask<S>(row, static_cast<const uint8_t*>(bias.data) + at, bias.key, count);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <new>
 #include <utility>
 
+#include "common/red_zone.h"
 #include "cpu/flash_attn_run.h"
 
 namespace mcp {
@@ -28,6 +29,7 @@ class Memory {
       : align_(bytes >= 2 * kHugePage ? kHugePage : kCacheLine), bytes_(bytes) {
     const size_t size = static_cast<size_t>(attn_round_up(std::max<int64_t>(bytes, 1), align_));
     data_ = static_cast<char*>(::operator new(size, std::align_val_t(align_)));
+    forbid(data_ + bytes, size - bytes);
 #if defined(__linux__)
     if (align_ == kHugePage) madvise(data_, size, MADV_HUGEPAGE);  // a wish: it may be refused
 #endif
@@ -43,8 +45,9 @@ class Memory {
   char* data_;
 };
 
-// What a thread may keep from call to call: scratch of a decoding step on a dozen threads.
-constexpr int64_t kKeptBytes = 1 << 20;
+// What a thread may keep from call to call: scratch of a decoding step on a dozen threads. Nothing
+// where a sanitizer looks at the ends of memory, which are then those of the call at hand.
+constexpr int64_t kKeptBytes = kRedZone > 0 ? 0 : 1 << 20;
 
 // Memory of which a thread keeps the last piece for its next call, up to kKeptBytes: a step of
 // decoding is too short to wait for fresh pages, whatever the allocator gave back to the system.
@@ -98,6 +101,18 @@ struct Work {
 // Bytes of an array of scalars, rounded up so that the next one begins on a cache line too.
 inline int64_t array_bytes(const FlashAttnArgs& args, int64_t scalars) {
   return attn_round_up(scalars * scalar_bytes(args), kCacheLine);
+}
+
+// An array at the beginning of `memory`, which others follow; null only measures. Bytes taken.
+inline int64_t place_array(const FlashAttnArgs& args, char* memory, int64_t scalars, void*& array) {
+  const int64_t used = scalars * scalar_bytes(args);
+  const int64_t taken = array_bytes(args, scalars) + static_cast<int64_t>(kRedZone);
+  if (memory != nullptr) {
+    array = memory;
+    allow(memory, used);
+    forbid(memory + used, taken - used);
+  }
+  return taken;
 }
 
 inline int64_t group_of(const FlashAttnArgs& args) { return args.heads / args.kv_heads; }

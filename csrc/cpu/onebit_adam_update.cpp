@@ -17,9 +17,10 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-void check_flat(const char* op, const char* name, const Tensor& flat, int64_t numel) {
+void check_flat(const char* op, const char* name, const Tensor& flat, int64_t num_blocks,
+                int64_t block_size) {
   check_dtype(op, name, flat, ScalarType::Float);
-  check_numel(op, name, flat, numel);
+  check_numel(op, name, flat, num_blocks, block_size);
   STD_TORCH_CHECK(flat.is_cpu() && flat.is_contiguous(), op, ": ", name,
                   " must be contiguous, on cpu");
 }
@@ -33,10 +34,10 @@ void onebit_adam_update(std::vector<Tensor> params, std::optional<Tensor> denom,
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
   check_dtype(kOp, "scales", scales, ScalarType::Float);
   const int64_t num_blocks = scales.numel();
-  check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
+  check_numel(kOp, "bits", bits, num_blocks, block_size / 8);
   STD_TORCH_CHECK(bits.is_cpu() && scales.is_cpu(), kOp, ": every tensor must be on cpu");
-  if (denom) check_flat(kOp, "denom", *denom, num_blocks * block_size);
-  if (master) check_flat(kOp, "master", *master, num_blocks * block_size);
+  if (denom) check_flat(kOp, "denom", *denom, num_blocks, block_size);
+  if (master) check_flat(kOp, "master", *master, num_blocks, block_size);
   STD_TORCH_CHECK(weight_decays.size() == params.size(), kOp, ": weight_decays must be ",
                   params.size(), " values, got ", weight_decays.size());
 

@@ -27,15 +27,15 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   check_dtype(kOp, "scales", scales, ScalarType::Float);
   check_dtype(kOp, "error", error, ScalarType::Float);
   const int64_t num_blocks = scales.numel();
-  check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
-  check_numel(kOp, "error", error, num_blocks * block_size);
+  check_numel(kOp, "bits", bits, num_blocks, block_size / 8);
+  check_numel(kOp, "error", error, num_blocks, block_size);
   STD_TORCH_CHECK(error.is_contiguous(), kOp, ": error must be contiguous");
   STD_TORCH_CHECK(bits.is_cpu() && scales.is_cpu() && error.is_cpu(), kOp,
                   ": every tensor must be on cpu");
   const BFloat16* factors = nullptr;
   if (preconditioner) {
     check_dtype(kOp, "preconditioner", *preconditioner, ScalarType::BFloat16);
-    check_numel(kOp, "preconditioner", *preconditioner, num_blocks * block_size);
+    check_numel(kOp, "preconditioner", *preconditioner, num_blocks, block_size);
     STD_TORCH_CHECK(preconditioner->is_cpu() && preconditioner->is_contiguous(), kOp,
                     ": preconditioner must be contiguous, on cpu");
     factors = static_cast<const BFloat16*>(preconditioner->const_data_ptr());

@@ -48,13 +48,13 @@ std::tuple<Tensor, Tensor> onebit_compress_momentum(std::vector<Tensor> grads, T
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
   check_dtype(kOp, "scales", scales, ScalarType::Float);
   const int64_t num_blocks = scales.numel();
-  check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
+  check_numel(kOp, "bits", bits, num_blocks, block_size / 8);
   check_device(kOp, "scales", scales, bits);
   check_flat(kOp, "error", error, bits, num_blocks * block_size);
   const BFloat16* factors = nullptr;
   if (preconditioner) {
     check_dtype(kOp, "preconditioner", *preconditioner, ScalarType::BFloat16);
-    check_numel(kOp, "preconditioner", *preconditioner, num_blocks * block_size);
+    check_numel(kOp, "preconditioner", *preconditioner, num_blocks, block_size);
     check_device(kOp, "preconditioner", *preconditioner, bits);
     STD_TORCH_CHECK(preconditioner->is_contiguous(), kOp, ": preconditioner must be contiguous");
     factors = static_cast<const BFloat16*>(preconditioner->const_data_ptr());
@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor> onebit_reduce(Tensor bits, Tensor scales, Tensor serv
   STD_TORCH_CHECK(bits.dim() == 2 && bits.size(0) >= 1, kOp, ": bits must be [W, bytes]");
   const int64_t numel = server_error.numel(), num_ranks = bits.size(0);
   const int64_t num_blocks = ceil_div(numel, block_size);
-  check_numel(kOp, "bits", bits, num_ranks * ceil_div(numel, 8));
-  check_numel(kOp, "scales", scales, num_ranks * num_blocks);
+  check_numel(kOp, "bits", bits, num_ranks, ceil_div(numel, 8));
+  check_numel(kOp, "scales", scales, num_ranks, num_blocks);
   check_device(kOp, "scales", scales, bits);
   check_flat(kOp, "server_error", server_error, bits, numel);
 
@@ -152,7 +152,7 @@ void onebit_adam_update(std::vector<Tensor> params, std::optional<Tensor> denom,
   check_dtype(kOp, "bits", bits, ScalarType::Byte);
   check_dtype(kOp, "scales", scales, ScalarType::Float);
   const int64_t num_blocks = scales.numel();
-  check_numel(kOp, "bits", bits, num_blocks * (block_size / 8));
+  check_numel(kOp, "bits", bits, num_blocks, block_size / 8);
   check_device(kOp, "scales", scales, bits);
   if (denom) check_flat(kOp, "denom", *denom, bits, num_blocks * block_size);
   if (master) check_flat(kOp, "master", *master, bits, num_blocks * block_size);

@@ -98,8 +98,8 @@ std::tuple<Tensor, Tensor> reduce(Tensor codes, Tensor scales, Tensor server_err
   STD_TORCH_CHECK(codes.dim() == 2 && codes.size(0) >= 1, kOp, ": codes must be [W, bytes]");
   const int64_t numel = server_error.numel(), num_ranks = codes.size(0);
   const int64_t num_blocks = ceil_div(numel, block_size);
-  check_numel(kOp, "codes", codes, num_ranks * num_code_bytes<Code>(numel));
-  check_numel(kOp, "scales", scales, num_ranks * num_blocks);
+  check_numel(kOp, "codes", codes, num_ranks, num_code_bytes<Code>(numel));
+  check_numel(kOp, "scales", scales, num_ranks, num_blocks);
   check_device(kOp, "scales", scales, codes);
   check_flat(kOp, "server_error", server_error, codes, numel);
 

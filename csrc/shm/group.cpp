@@ -82,6 +82,7 @@ Group::Group(const GroupConfig& config)
     new (base + layout_.outgoing(peer)) Counter;
     new (base + layout_.consumed(peer)) Counter;
   }
+  layout_.forbid_gaps(base);
   bases_[config.rank] = base;
   waiter_ = Waiter(&header->doorbell, choose_patience(config.crowd, usable_cores()));
 }
@@ -100,6 +101,7 @@ void Group::connect(const std::vector<std::string>& names) {
       throw GroupError("shm: rank " + std::to_string(peer) + " must run the same build with the " +
                        "same settings; install one version of mcp-kernels for all ranks");
     }
+    layout_.forbid_gaps(bases_[peer]);
     header(peer)->mapped.value.fetch_add(1);
   }
   fence_before_ring();

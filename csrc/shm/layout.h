@@ -10,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/red_zone.h"
 #include "shm/process.h"
 
 namespace mcp::shm {
@@ -81,10 +82,17 @@ struct Layout {
   size_t outgoing(int peer) const { return sizeof(Header) + sizeof(Counter) * peer; }
   size_t consumed(int peer) const { return outgoing(world) + sizeof(Counter) * peer; }
   size_t slot(int parity) const {
-    return (consumed(world) + kPage - 1) / kPage * kPage + slot_bytes * parity;
+    return (consumed(world) + kPage - 1) / kPage * kPage + (slot_bytes + kRedZone) * parity;
   }
-  size_t ring(int peer) const { return slot(kSlots) + ring_bytes * peer; }
+  size_t ring(int peer) const { return slot(kSlots) + (ring_bytes + kRedZone) * peer; }
   size_t total() const { return ring(world); }
+
+  // Forbids what lies between the slots and rings of the segment at `base`, in this process.
+  void forbid_gaps(const char* base) const {
+    for (int parity = 0; parity < kSlots; ++parity)
+      forbid(base + slot(parity) + slot_bytes, kRedZone);
+    for (int peer = 0; peer < world; ++peer) forbid(base + ring(peer) + ring_bytes, kRedZone);
+  }
 };
 
 }  // namespace mcp::shm

@@ -2,6 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <sstream>
+
 #include "common/isa.h"
 #include "shm/group.h"
 #include "shm/mailbox.h"
@@ -40,10 +42,11 @@ struct PendingTransfer {
 std::shared_ptr<Group> make_group(const std::string& name, const std::string& token, int rank,
                                   int world, size_t slot_bytes, size_t ring_bytes, int crowd,
                                   double timeout_s) {
-  const auto require = [](bool holds, const char* rule, long long got) {
-    if (!holds) {
-      throw std::invalid_argument(std::string("Group: ") + rule + ", got " + std::to_string(got));
-    }
+  const auto require = [](bool holds, const char* rule, auto got) {
+    if (holds) return;
+    std::ostringstream text;
+    text << "Group: " << rule << ", got " << got;
+    throw std::invalid_argument(text.str());
   };
   require(world >= 1, "world must be >= 1", world);
   require(rank >= 0 && rank < world, "rank must be in [0, world)", rank);
@@ -52,7 +55,7 @@ std::shared_ptr<Group> make_group(const std::string& name, const std::string& to
           "slot_bytes must be whole pages with a line for each rank", slot_bytes);
   require(ring_bytes >= Layout::kPage && (ring_bytes & (ring_bytes - 1)) == 0,
           "ring_bytes must be a power of two, at least a page", ring_bytes);
-  require(timeout_s > 0, "timeout_s must be > 0", static_cast<long long>(timeout_s));
+  require(timeout_s > 0, "timeout_s must be > 0", timeout_s);
   GroupConfig config;
   config.name = name;
   config.token = token;

@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "common/red_zone.h"
+
 namespace mcp::shm {
 namespace {
 
@@ -120,7 +122,10 @@ Segment Segment::open(const std::string& name, size_t bytes) {
 }
 
 Segment::~Segment() {
-  if (data_ != nullptr) ::munmap(data_, bytes_);
+  if (data_ != nullptr) {
+    allow(data_, bytes_);  // what is mapped there next knows nothing of these gaps
+    ::munmap(data_, bytes_);
+  }
   if (creator_ != 0 && creator_ == ::getpid()) {
     try {
       unlink();

@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -342,8 +343,8 @@ class Rank {
       if (piece > 0) slot = space_->next_slot();
       const size_t begin = std::min(mine, piece * kWorkspaceSlot);
       const size_t count = std::min(kWorkspaceSlot, mine - begin);
-      std::memcpy(space_->slots() + kWorkspaceSlot * slot,
-                  reinterpret_cast<const char*>(x.data()) + begin, count);
+      const char* const from = reinterpret_cast<const char*>(x.data()) + begin;
+      std::copy(from, from + count, space_->slots() + kWorkspaceSlot * slot);
       space_->publish_piece();
     }
     for (int distance = 0; pieces <= kDepth && distance < world_; ++distance) {
