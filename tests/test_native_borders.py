@@ -78,3 +78,38 @@ def test_a_mask_shows_where_its_bytes_are_not_zero(isa, step):
         )
         expected = mcp_kernels.scaled_dot_product_attention(q, k, v, attn_mask=shown)
     assert torch.equal(got, expected)
+
+
+def flash_attn(q):
+    return OPS.flash_attn(q, q, q, None, None, None, None, 1.0, -1, -1, False, 0.0, 0.0)
+
+
+def flash_attn_varlen(q):
+    ends = torch.tensor([0, 5])
+    return OPS.flash_attn_varlen(
+        q[0], q[0], q[0], ends, ends, None, None, None, 1.0, -1, -1, False, 0.0, 0.0
+    )
+
+
+def flash_attn_kvcache(q):
+    return OPS.flash_attn_kvcache(
+        *(q, q, q, None, None, None, None, torch.tensor([5]), None, None, None, None, None),
+        *(False, 1.0, -1, -1, False, 0.0),
+    )
+
+
+@pytest.mark.parametrize("op", [flash_attn, flash_attn_varlen, flash_attn_kvcache])
+def test_attention_is_of_no_other_type(op):
+    """A bool has a type of its own here, that of masks."""
+    assert torch.isfinite(op(torch.randn(1, 5, 2, 8))[0]).all()
+    for dtype in (torch.bool, torch.int32):
+        with pytest.raises(RuntimeError, match="q must be float64, float32, bfloat16 or float16"):
+            op(torch.ones(1, 5, 2, 8, dtype=dtype))
+
+
+def test_a_gradient_of_no_bias_is_refused():
+    q = torch.randn(1, 5, 2, 8)
+    out, lse = flash_attn(q)
+    options = (1.0, -1, -1, False, 0.0, 0.0)
+    with pytest.raises(RuntimeError, match="bias must be given"):
+        OPS.flash_attn_bwd(q, None, q, q, q, out, lse, None, None, None, None, True, *options, None)

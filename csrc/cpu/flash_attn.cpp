@@ -80,6 +80,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> flash_attn_bwd(
   constexpr const char* kOp = "flash_attn_bwd";
   Call call;
   FlashAttnArgs& args = call.args;
+  STD_TORCH_CHECK(!needs_dbias || bias, kOp, ": bias must be given where its gradient is wanted");
   set_batch(kOp, q, k, v, bias, call);
   set_options(kOp, {softmax_scale, window_left, window_right, top_left, softcap, dropout_p}, args);
   set_row_terms(kOp, alibi_slopes, sink, rng, dropout_p, call);

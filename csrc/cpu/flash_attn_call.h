@@ -113,6 +113,8 @@ inline void set_heads(const char* op, const Tensor& q, const Tensor& k, const Te
   check_rank_and_type(op, "k", k, rank, q.scalar_type());
   check_rank_and_type(op, "v", v, rank, q.scalar_type());
   args.type = attn_type(op, "q", q);
+  STD_TORCH_CHECK(args.type != AttnType::kBool, op,
+                  ": q must be float64, float32, bfloat16 or float16, got bool");
   args.heads = q.size(rank - 2);
   args.kv_heads = k.size(rank - 2);
   args.head_dim = q.size(rank - 1);
