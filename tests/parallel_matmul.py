@@ -160,6 +160,7 @@ def cases() -> list[Case]:
         Case((7, 2, 3), 9, 7, has_bias=False, is_strided=True),
         Case((0, 3), 8, 5, has_bias=True),
         Case((1, 1), 2, 3, has_bias=True),
+        Case((12,), 1, 5, has_bias=True),
     ]
 
 

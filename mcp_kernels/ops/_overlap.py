@@ -74,7 +74,8 @@ def scatter_of_product(
     cut = _cut_scatter(x, columns, world)
     assert cut is not None
     packed = _comm.pack_by_rank(x, dim, world)  # where rows are narrower than their product
-    rows = packed.view(world, -1, x.shape[-1])  # [W, M / W, K]
+    # [W, M / W, K]; K may be 0 on a rank, which then adds nothing to the sum.
+    rows = packed.view(world, x.shape[:-1].numel() // world, x.shape[-1])
     out = x.new_empty(rows.shape[1], columns)
     finishes: list[Callable[[], object]] = []
     for first, count in cut.steps:
