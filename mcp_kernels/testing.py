@@ -54,7 +54,7 @@ def sum_error_bound(exact: Tensor, magnitude: Tensor, num_terms: int, dtype: tor
 
     ``0.5 eps_out |exact| + sqrt(num_terms) eps_acc magnitude``: one rounding to ``dtype``, and a
     random walk of roundings in the accumulator, which is float64 for float64 and float32 for all
-    else.
+    else. Below the normal numbers of ``dtype`` all are as far apart as the least of those.
 
     Args:
         exact: the result in float64 from the same rounded inputs.
@@ -66,5 +66,6 @@ def sum_error_bound(exact: Tensor, magnitude: Tensor, num_terms: int, dtype: tor
         Float64, the shape of ``exact``.
     """
     acc_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    once = 0.5 * torch.finfo(dtype).eps * exact.abs()
+    limits = torch.finfo(dtype)
+    once = 0.5 * limits.eps * exact.abs().clamp_min(limits.smallest_normal)
     return once + num_terms**0.5 * torch.finfo(acc_dtype).eps * magnitude

@@ -195,3 +195,13 @@ def test_split_sizes_are_those_of_chunk() -> None:
         for parts in range(1, 8):
             chunks = [piece.numel() for piece in torch.zeros(size).chunk(parts)]
             assert _comm.split_sizes(size, parts) == chunks + [0] * (parts - len(chunks))
+
+
+def test_the_bound_holds_below_the_normal_numbers() -> None:
+    """Half the least number at most, reached at half way between two."""
+    exact = torch.arange(1, 200, dtype=torch.float64) * 2.0**-26
+    error = (exact.half().double() - exact).abs()
+    bound = sum_error_bound(exact, exact, 1, torch.float16)
+    assert (error <= bound).all()
+    assert error.max() == 2.0**-25
+    assert bound.max() < 2.0**-25 * 1.0001
