@@ -41,6 +41,20 @@ def is_batched(tensor: Tensor) -> bool:
     return False
 
 
+def wants_gradient(tensor: Tensor) -> bool:
+    """Whether a gradient of ``tensor`` may be asked for, by autograd or a transform around it.
+
+    ``requires_grad`` speaks of the innermost transform alone, and under ``torch.vmap`` of none.
+    """
+    if tensor.requires_grad or torch.compiler.is_compiling():
+        return tensor.requires_grad
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+        if tensor.requires_grad:
+            return True
+    return False
+
+
 def shared(op: str, name: str, tensor: Tensor, way_out: str) -> Tensor:
     """The tensor under all wrappers, where every sample of ``torch.vmap`` has the same.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
+from graphs import Graphs
 from torch import Tensor
 
 from mcp_kernels import (
@@ -17,20 +18,6 @@ from mcp_kernels import (
 )
 
 pytestmark = pytest.mark.slow
-
-
-class Graphs:
-    """A backend that runs what it is given with autograd, and counts the graphs."""
-
-    # A symbol that an op wants the value of would make torch begin a second time.
-    MOST = 1
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.count += 1
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
@@ -76,7 +63,7 @@ def test_lengths_share_a_graph(name: str) -> None:
             torch.autograd.grad(out.square().sum(), leaves),
             torch.autograd.grad(wanted.square().sum(), leaves),
         )
-    assert graphs.count <= Graphs.MOST
+    assert graphs.count == 1
 
 
 def test_sequences_of_every_length() -> None:
@@ -96,7 +83,7 @@ def test_sequences_of_every_length() -> None:
             torch.autograd.grad(out.square().sum(), leaves),
             torch.autograd.grad(wanted.square().sum(), leaves),
         )
-    assert graphs.count <= Graphs.MOST
+    assert graphs.count == 1
 
 
 def test_cached_steps_write_the_cache_in_place() -> None:
@@ -116,11 +103,18 @@ def test_cached_steps_write_the_cache_in_place() -> None:
         torch.testing.assert_close(out, wanted)
         assert all(torch.equal(a, b) for a, b in zip(own, caches, strict=True))
         lengths = lengths + rows
-    assert graphs.count <= Graphs.MOST
+    assert graphs.count == 1
 
 
-# torch's own modules, when inductor imports them.
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.fixture(scope="module")
+def inductor() -> None:
+    """Before a test begins: its first graph marks the environment and the path of the process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own modules, when inductor imports them
+        torch.compile(lambda x: x + 1)(torch.ones(2))
+
+
+@pytest.mark.usefixtures("inductor")
 def test_inductor_forward_and_backward() -> None:
     """With the strides that the compiler was told of, and operations fused around the op."""
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import mcp_kernels
 from mcp_kernels import flash_attn_func, flash_attn_with_kvcache
 from mcp_kernels.ops.rotary import rotate
 
@@ -213,3 +215,16 @@ def test_errors(change: dict[str, Any], error: type[Exception], match: str) -> N
     arguments |= {"k": _draw(2, 2, N, D), "v": _draw(2, 2, N, D), "cache_seqlens": 3} | change
     with pytest.raises(error, match="flash_attn_with_kvcache: .*" + match):
         flash_attn_with_kvcache(**arguments)
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, mcp_kernels.reference_only])
+def test_every_body_finds_an_entry_that_is_named_twice(context):
+    """Of the op itself, as a compiled graph and each sample of a map call it."""
+    caches = [torch.zeros(3, 5, 2, 4) for _ in range(2)]
+    q, new = torch.ones(2, 1, 2, 4), torch.ones(2, 1, 2, 4)
+    op = torch.ops.mcp_kernels.flash_attn_kvcache
+    lengths, entries = torch.tensor([1, 2]), torch.tensor([2, 2])
+    rest = (None, None, lengths, entries, None, None, None, None, True, 1.0, -1, -1, False, 0.0)
+    with context(), pytest.raises(ValueError, match="cache_batch_idx must name no entry twice"):
+        op(q, *caches, new, new, *rest)
+    assert not any(cache.any() for cache in caches)

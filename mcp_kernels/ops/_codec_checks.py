@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mcp_kernels._transforms import wants_gradient
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -91,7 +93,7 @@ def check_state(
 
 def check_no_grad(op: str, name: str, state: Tensor) -> None:
     """What is updated in place must not be part of a graph."""
-    if state.requires_grad:
+    if wants_gradient(state):
         raise ValueError(
             f"{op}: {name} must not require grad since it is updated in place, got "
             f"requires_grad=True; pass {name}.detach()"

@@ -5,6 +5,8 @@ Letters: M = rows (all leading dimensions together), K = in features, N = out fe
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -44,8 +46,11 @@ def check_features(op: str, in_features: int, weight: Tensor) -> None:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """``[..., K]`` as ``[M, K]``; a size of 0 does not confuse it, as -1 would torch."""
-    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    """``[..., K]`` as ``[M, K]``; a size of 0 does not confuse it, as -1 would torch.
+
+    Nor is a symbol among the sizes taken for the number it is now, as ``torch.Size.numel`` would.
+    """
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -50,6 +50,9 @@ def gather_pages(op: str, cache: Tensor, block_table: Tensor, cu_seqlens_k: Tens
             f"[B, max pages], got {list(cache.shape)} and {list(block_table.shape)}"
         )
     pages, page_size = cache.shape[:2]
+    if torch.compiler.is_compiling():
+        slot = _slots_in_graph(block_table, cu_seqlens_k, page_size)
+        return cache[slot // page_size, slot % page_size]
     way_out = "give every sample its own pages of one cache, or call in a loop"
     bounds = shared(op, "cu_seqlens_k", cu_seqlens_k, way_out).tolist()
     block_table = shared(op, "block_table", block_table, way_out)
@@ -59,3 +62,23 @@ def gather_pages(op: str, cache: Tensor, block_table: Tensor, cu_seqlens_k: Tens
     ]
     slot = torch.cat(slots) if slots else block_table.new_empty(0, dtype=torch.int64)
     return cache[slot // page_size, slot % page_size]
+
+
+def _slots_in_graph(block_table: Tensor, cu_seqlens_k: Tensor, page_size: int) -> Tensor:
+    """Slots of as many keys as the table could name, for a graph that reads no length.
+
+    What lies past the last sequence is slack: a copy of the cache's first slot, attended by none.
+    An entry that is read and names no page is an index out of range.
+    """
+    capacity = block_table.shape[0] * block_table.shape[1] * page_size
+    key = torch.arange(capacity, device=block_table.device)
+    ends = cu_seqlens_k.to(torch.int64)
+    is_key = key < ends[-1]
+    key = torch.where(is_key, key, 0)
+    sequence = torch.searchsorted(ends, key, right=True) - 1
+    position = key - ends[sequence]
+    is_key = is_key & (sequence < block_table.shape[0])  # no sequence has a key
+    sequence = torch.where(is_key, sequence, 0)
+    column = torch.where(is_key, position // page_size, 0)
+    page = torch.where(is_key, block_table.to(torch.int64)[sequence, column], 0)
+    return page * page_size + torch.where(is_key, position % page_size, 0)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcp_kernels._transforms import is_batched
 from mcp_kernels.ops import _comm
 from mcp_kernels.ops._code_exchange import Chunks, CodeExchange
 from mcp_kernels.ops._codec_checks import FLOAT_DTYPES
@@ -105,6 +106,11 @@ def compressed_all_reduce(
         raise TypeError(
             f"{name}: flat must be float32, bfloat16 or float16, got {flat.dtype}; "
             "convert it by flat.float()"
+        )
+    if not torch.compiler.is_compiling() and is_batched(flat):
+        raise ValueError(
+            f"{name}: flat must not be mapped by torch.vmap, got one for each sample; "
+            "reduce all samples as one flat tensor, or call in a loop"
         )
     _check_state(name, flat, state, group)
     if out is not None:
