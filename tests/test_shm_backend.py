@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -227,6 +228,29 @@ def _receiver_computes(rank, world):
 
 def test_transfers_move_while_the_rank_is_busy(ranks):
     assert ranks.run(_receiver_computes, ranks=2) == [True, True]
+
+
+def _dropped_transfers(rank, world):
+    """Whether tensors of transfers are gone: of one that was waited for, and of an open one."""
+    group, gloo = shm_group(world), dist.group.WORLD
+    if rank == 1:
+        dist.barrier(group=gloo)
+        dist.send(torch.ones(500_000), 0, group)
+        dist.send(torch.ones(500_000), 0, group)
+        return None
+    x, y = torch.zeros(500_000), torch.zeros(500_000)
+    first, second = dist.irecv(x, 1, group), dist.irecv(y, 1, group)
+    places = weakref.ref(x), weakref.ref(y)
+    dist.barrier(group=gloo)  # both were open for a while
+    first.wait()
+    del x, first, y
+    are_gone = [place() is None for place in places]
+    second.wait()
+    return are_gone
+
+
+def test_what_was_received_can_be_freed_at_once(ranks):
+    assert ranks.run(_dropped_transfers, ranks=2) == [[True, False], None]
 
 
 def _functional(rank, world):

@@ -37,7 +37,7 @@ class LocalComm:
         self.rank = rank
         self.world = world
         self._all_reduce = group.all_reduce  # bound once: a small call is a microsecond
-        self._open: list[TransferWork] = []
+        self._open: set[TransferWork] = set()
 
     def all_reduce(self, x: Tensor, reduce_op: Any) -> None:
         """Reduce ``x`` over the ranks, in place."""
@@ -158,10 +158,14 @@ class LocalComm:
         return self._keep(TransferWork(transfer, x, None if in_place else lambda: _put(x, target)))
 
     def _keep(self, work: TransferWork) -> TransferWork:
-        """Hold the tensors of open transfers, whatever the caller does with the work."""
-        self._open = [other for other in self._open if not other.is_success()]
+        """Hold the tensors of open transfers, whatever the caller does with the work.
+
+        One that is waited for leaves at once: a caller that drops its tensor then means to free it.
+        """
+        self._open.difference_update([other for other in self._open if other.is_success()])
         if not work.is_success():
-            self._open.append(work)
+            work.holders = self._open
+            self._open.add(work)
         return work
 
 

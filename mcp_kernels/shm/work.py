@@ -93,6 +93,8 @@ class TransferWork(dist.Work):
         self._transfer = transfer
         self._tensor = tensor
         self._finish = finish
+        self.holders: set[TransferWork] = set()
+        """Where the work is held while it is open; it leaves when it is complete."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Until the transfer is complete.
@@ -146,3 +148,4 @@ class TransferWork(dist.Work):
         if self._finish is not None:
             self._finish()
             self._finish = None
+        self.holders.discard(self)
