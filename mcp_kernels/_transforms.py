@@ -82,6 +82,13 @@ def check_samples(op: str, info: Any) -> None:
         )
 
 
+def in_front(tensor: Tensor, dim: int | None, num_samples: int) -> Tensor:
+    """``tensor`` with the mapped dimension first; one that all samples share is expanded."""
+    if dim is None:
+        return tensor.expand(num_samples, *tensor.shape)
+    return tensor.movedim(dim, 0)
+
+
 def loop(op: Any, info: Any, in_dims: Sequence[Any], args: Sequence[Any]) -> Result:
     """Sample by sample, for a call whose samples do not go into one.
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
-from mcp_kernels._transforms import are_active, refuse_jvp
+from mcp_kernels._transforms import Result, are_active, in_front, loop, refuse_jvp
 from mcp_kernels.ops import _column_backward, _column_forward, _comm
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear
-from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.ops.collectives import replicated_gradient
 
 _BATCHED: Any = torch._C._parse_dispatch_key("Batched")

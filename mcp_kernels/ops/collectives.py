@@ -25,9 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import define_op
-from mcp_kernels._transforms import Result, are_active, refuse_jvp
+from mcp_kernels._transforms import Result, are_active, in_front, refuse_jvp
 from mcp_kernels.ops import _comm, _fused
-from mcp_kernels.ops._vmap import in_front
 
 
 def all_reduce(x: Tensor, *, group: ProcessGroup | None = None) -> Tensor:

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mcp_kernels._op import General, define_op, override
+from mcp_kernels._transforms import Result, in_front, loop
 from mcp_kernels.ops import _comm, _fused, _overlap, _overlap_group
 from mcp_kernels.ops._autocast import under_autocast
 from mcp_kernels.ops._deferred import deferring
 from mcp_kernels.ops._linear import as_rows, check_features, check_linear, linear, linear_backward
-from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.ops.collectives import replicated_gradient
 
 if TYPE_CHECKING:

@@ -70,7 +70,8 @@ def onebit_compress_momentum(
         error: ``[P]`` float32, contiguous, **updated in place** where a tensor has elements. A bad
             block keeps its error.
         beta1: decay of the momentum.
-        grad_scale: factor of the gradients: clipping, loss scale, accumulation.
+        grad_scale: factor of the gradients: clipping, loss scale, accumulation. The default is
+            an int because torch.compile, where all is dynamic, makes a symbol of a float.
         block_size: elements that share a scale, a positive multiple of 8.
         preconditioner: ``[P]`` bfloat16, contiguous: factors of the gradients' elements.
 

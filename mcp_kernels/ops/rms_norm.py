@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from mcp_kernels._op import call, define_op
+from mcp_kernels._transforms import Result, in_front, loop
 from mcp_kernels.ops._rows_check import DTYPES, check_floating, check_like, compute_dtype
 from mcp_kernels.ops._second_gradients import second_gradients
-from mcp_kernels.ops._vmap import Result, in_front, loop
 from mcp_kernels.saved import keep_exact
 
 
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float | None = None) -> Tensor:
     Args:
         x: ``[..., D]``, float64, float32, bfloat16 or float16, of any strides.
         weight: ``[D]``, of x's dtype or float32.
-        eps: added to the mean square; None is 1e-5.
+        eps: added to the mean square; None is 1e-5 (in torch's rms_norm the dtype's epsilon).
 
     Returns:
         A new tensor like ``x``.
@@ -61,7 +61,7 @@ def add_rms_norm(
         x: ``[..., D]``, as in ``rms_norm``.
         residual: like ``x``.
         weight: ``[D]``, of x's dtype or float32.
-        eps: added to the mean square; None is 1e-5.
+        eps: added to the mean square; None is 1e-5 (in torch's rms_norm the dtype's epsilon).
 
     Returns:
         ``(y, x + residual)``, two new tensors like ``x``.

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from mcp_kernels._op import call, define_op
+from mcp_kernels._transforms import Result, check_samples, in_front, loop
 from mcp_kernels.ops._rows_check import check_floating, compute_dtype
-from mcp_kernels.ops._vmap import Result, check_samples, in_front, loop
 from mcp_kernels.saved import keep_exact
 
 

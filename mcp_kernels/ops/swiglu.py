@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from mcp_kernels._op import call, define_op
+from mcp_kernels._transforms import Result, in_front
 from mcp_kernels.ops._rows_check import check_floating, check_like, compute_dtype
 from mcp_kernels.ops._second_gradients import second_gradients
-from mcp_kernels.ops._vmap import Result, in_front
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
