@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 
-_PATH_MAX = 4096
-"""Linux's limit, in bytes."""
-
 OK = 0
 """Done."""
 FAILED = 1
@@ -65,6 +62,9 @@ def spelled(value: object) -> str:
         # str() of a huge integer is quadratic, and refused above 4300 digits.
         return f"an integer of {value.bit_length()} bits"
     return ascii(value)
+
+
+_PATH_MAX = 4096  # bytes: Linux's limit
 
 
 def shown_path(path: str | os.PathLike[str] | None) -> str:

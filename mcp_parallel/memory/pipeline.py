@@ -14,12 +14,7 @@ from mcp_parallel.memory.replay import StageReplay
 from mcp_parallel.memory.sizes import Sizes
 from mcp_parallel.schedules.action import Action
 from mcp_parallel.schedules.build import build_plan
-from mcp_parallel.schedules.messages import (
-    Message,
-    needed_by,
-    posted_receives,
-    proofs_of_delivery,
-)
+from mcp_parallel.schedules.messages import Message, posted_receives, proofs_of_delivery
 
 _MESSAGES = "communication"
 
@@ -69,13 +64,11 @@ class PipelineRank:
         self._sent.clear()
 
     def _do(self, action: Action) -> None:
-        needed = needed_by(self.plan, action)
-        for sent in self._proofs.get(needed, ()) if needed is not None else ():
-            self.ledger.drop(self._sent.pop(sent))
         kind, index, microbatch, _ = action
         stage, key = self.stages[index], (index, microbatch)
         came, answer = Message(False, index - 1, microbatch), Message(True, index + 1, microbatch)
         if kind == "F":
+            self._has_come(came)
             output = stage.forward(microbatch, self._inbox.get(came))
             self._outputs[key] = output
             self._send(output, Message(False, index, microbatch))
@@ -85,12 +78,17 @@ class PipelineRank:
         if kind == "W":
             stage.weight_backward(microbatch)
             return
+        self._has_come(answer)
         # Autograd sums into a copy of the gradient that came.
         d_y = self.ledger.new(self._hidden) if answer in self._inbox else None
         d_x = stage.backward(microbatch, d_y, is_split=kind == "I")
         self.ledger.drop(self._inbox.pop(came, None), self._inbox.pop(answer, None))
         self._send(d_x, Message(True, index, microbatch))
         self.ledger.drop(d_x, self._outputs.pop(key))
+
+    def _has_come(self, message: Message) -> None:
+        """Free what the arrival of ``message`` proves delivered."""
+        self.ledger.drop(*(self._sent.pop(sent) for sent in self._proofs.get(message, ())))
 
     def _send(self, memory: Memory | None, message: Message) -> None:
         """Keep a message while it is under way, or until a stage of this rank has used it."""

@@ -22,8 +22,9 @@ class Outbox:
 
     Args:
         proofs: the sends that are known to be over once a message has come
-            (``proofs_of_delivery``). Its words are those of order, so they hold on a GPU too: what
-            the waiting stream does next comes after the other side's read.
+            (``proofs_of_delivery``). They follow from order alone, so they hold on a GPU too,
+            where a message that "has come" is one that the stream waits for: whatever reuses the
+            memory is queued behind the other side's read.
     """
 
     def __init__(self, proofs: Mapping[Message, Sequence[Message]]) -> None:

@@ -63,8 +63,8 @@ class Pipeline:
             with span("loss"), clock.working():
                 return loss(output, targets)
 
-        # The loss is already divided by the global number of tokens: nothing is left to scale.
         self._outbox = Outbox(proofs_of_delivery(self.plan, mesh.coordinate.pp))
+        # The loss is already divided by the global number of tokens: nothing is left to scale.
         self.schedule = _PipelineScheduleRuntime(
             [_torch_stage(stage, config, mesh, clock, self._outbox) for stage in stages],
             self.plan.num_microbatches,

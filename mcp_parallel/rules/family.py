@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mcp_parallel.config import Config
 from mcp_parallel.data.image_files import DIGITS, DIGITS_SHAPE, digits_file
-from mcp_parallel.errors import shown
+from mcp_parallel.errors import shown, shown_path
 from mcp_parallel.rules import data
 from mcp_parallel.rules.problem import Problem, divisors, nearest, ways
 from mcp_parallel.rules.values import value_of
@@ -96,7 +96,7 @@ def _image_problems(config: Config) -> Iterator[Problem]:
             "data of vit",
             "data.path",
             f"be {DIGITS} or null with family vit",
-            shown(path),
+            shown_path(path),
             ({"data.path": DIGITS}, {"data.path": None}),
         )
         return

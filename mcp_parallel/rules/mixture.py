@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from mcp_parallel.config import Config
 from mcp_parallel.data.shares import EXAMPLE, Share, normalised, parse_mixture, units_of, written
 from mcp_parallel.data.sources import named_sources
-from mcp_parallel.errors import joined, shown
+from mcp_parallel.errors import joined, shown, shown_path
 from mcp_parallel.rules.problem import Problem
 
 _NO_MIXTURE = {"data.mixture": None}
@@ -62,8 +62,8 @@ def _share_problems(text: str) -> Iterator[Problem]:
     paths = [share.path for share in shares]
     twice = next((path for path in paths if paths.count(path) > 1), None)
     if twice is not None:
-        rule = "name each source once"
-        yield Problem("source twice", "data.mixture", rule, f"{shown(twice)} twice", (_NO_MIXTURE,))
+        rule, got = "name each source once", f"{shown_path(twice)} twice"
+        yield Problem("source twice", "data.mixture", rule, got, (_NO_MIXTURE,))
     try:
         units_of(shares)
     except ValueError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mcp_parallel.schedules.action import Action, Plan
+from mcp_parallel.schedules.simulate import needs
 
 
 class Message(NamedTuple):
@@ -36,12 +37,11 @@ def sent_by(plan: Plan, action: Action) -> Message | None:
 
 def needed_by(plan: Plan, action: Action) -> Message | None:
     """What ``action`` waits for from another rank; None for nothing, or from its own rank."""
-    if action.kind == "W":
+    need = needs(action, plan.num_stages)
+    if need is None or plan.owner(need[1]) == plan.owner(action.stage):
         return None
-    source = action.stage - 1 if action.kind == "F" else action.stage + 1
-    if not 0 <= source < plan.num_stages or plan.owner(source) == plan.owner(action.stage):
-        return None
-    return Message(action.kind != "F", source, action.microbatch)
+    kind, stage, microbatch = need
+    return Message(kind != "F", stage, microbatch)
 
 
 def posted_receives(plan: Plan) -> tuple[tuple[Action | Message, ...], ...]:
